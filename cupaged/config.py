@@ -1,0 +1,228 @@
+"""Configurations: frozen, checked once in their constructors, never changed.
+
+`ModelConfig` is the one place where a Hugging Face `config.json` is read (a GGUF's metadata is
+brought into that form first); `EngineConfig` holds the limits the engine core works under.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cupaged.errors import ConfigError, ModelError, NotSupportedError
+
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # kernels take 8 and more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The shape of a decoder-only model.
+
+    Attributes:
+        architecture: class name as in `config.json`, e.g. "LlamaForCausalLM".
+        head_dim: elements of one head; num_heads * head_dim need not be hidden_size.
+        max_position_embeddings: the longest context the model was made for, in tokens.
+        tie_word_embeddings: the output head is the embedding matrix.
+        attention_bias, mlp_bias: the linear layers there have biases.
+        eos_token_ids: ids that end a text, as config.json names them.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    eos_token_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+                raise ConfigError(f"config.json: {name}", value, "an integer in [1, 2^31)")
+        for name in ("rms_norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            if not isinstance(value, float) or not math.isfinite(value) or value <= 0:
+                raise ConfigError(f"config.json: {name}", value, "a finite number > 0")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                "config.json: num_key_value_heads",
+                self.num_kv_heads,
+                f"a divisor of num_attention_heads={self.num_heads}",
+            )
+        if self.head_dim % 2:
+            raise ConfigError("config.json: head_dim", self.head_dim, "even (RoPE turns pairs)")
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
+        """Read a `config.json`, in the spelling of transformers v4 or v5.
+
+        Raises:
+            ModelError: a key that is needed is missing.
+            ConfigError: a value is out of range.
+            NotSupportedError: the model needs something this version does not build.
+        """
+        architectures = hf.get("architectures")
+        if not isinstance(architectures, list) or len(architectures) != 1:
+            raise ConfigError("config.json: architectures", architectures, "a list of one name")
+        hidden_act = hf.get("hidden_act", "silu")
+        if hidden_act not in ("silu", "swish"):
+            raise NotSupportedError(f"hidden_act={hidden_act!r} is not supported; only 'silu' is")
+        if hf.get("quantization_config"):
+            method = hf["quantization_config"].get("quant_method", "unknown")
+            raise NotSupportedError(f"quantized checkpoints ({method}) are not supported")
+        num_heads = _needed(hf, "num_attention_heads")
+        hidden_size = _needed(hf, "hidden_size")
+        head_dim = hf.get("head_dim")
+        if head_dim is None:
+            _integer_or_fail("num_attention_heads", num_heads)
+            _integer_or_fail("hidden_size", hidden_size)
+            if hidden_size % num_heads:
+                raise ConfigError(
+                    "config.json: hidden_size",
+                    hidden_size,
+                    f"a multiple of num_attention_heads={num_heads} when head_dim is not given",
+                )
+            head_dim = hidden_size // num_heads
+        eos = hf.get("eos_token_id")
+        return cls(
+            architecture=str(architectures[0]),
+            vocab_size=_needed(hf, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_needed(hf, "intermediate_size"),
+            num_layers=_needed(hf, "num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=_or(hf.get("num_key_value_heads"), num_heads),
+            head_dim=head_dim,
+            rms_norm_eps=_number("rms_norm_eps", hf.get("rms_norm_eps", 1e-6)),
+            rope_theta=_rope_theta(hf),
+            max_position_embeddings=_needed(hf, "max_position_embeddings"),
+            tie_word_embeddings=_flag(hf, "tie_word_embeddings"),
+            attention_bias=_flag(hf, "attention_bias"),
+            mlp_bias=_flag(hf, "mlp_bias"),
+            eos_token_ids=token_id_tuple("config.json: eos_token_id", eos),
+        )
+
+
+def token_id_tuple(name: str, value: object) -> tuple[int, ...]:
+    """None, one id or a list of ids, as a tuple; ConfigError for anything else."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise ConfigError(name, value, "a token id >= 0 or a list of them")
+    return tuple(ids)
+
+
+def _needed(hf: Mapping[str, Any], key: str) -> Any:
+    if hf.get(key) is None:
+        raise ModelError(f"config.json has no {key!r}, which the model needs")
+    return hf[key]
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _integer_or_fail(key: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"config.json: {key}", value, "an integer >= 1")
+
+
+def _number(key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"config.json: {key}", value, "a number")
+    return float(value)
+
+
+def _flag(hf: Mapping[str, Any], key: str) -> bool:
+    value = _or(hf.get(key), False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"config.json: {key}", value, "true or false")
+    return value
+
+
+def _rope_theta(hf: Mapping[str, Any]) -> float:
+    """RoPE base from `rope_parameters` (v5) or `rope_theta` and `rope_scaling` (v4)."""
+    parameters = hf.get("rope_parameters") or {}
+    scaling = hf.get("rope_scaling") or {}
+    for key, table in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"config.json: {key}", table, "an object")
+        kind = table.get("rope_type", table.get("type", "default"))
+        if kind != "default":
+            raise NotSupportedError(f"{key} of type {kind!r} is not supported; only 'default' is")
+    partial = parameters.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
+    if partial not in (None, 1, 1.0):
+        raise NotSupportedError(f"partial_rotary_factor={partial!r} is not supported; only 1 is")
+    return _number("rope_theta", _or(parameters.get("rope_theta"), hf.get("rope_theta", 10000.0)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Limits of the engine core.
+
+    Args:
+        vocab_size: token ids are in [0, vocab_size).
+        num_blocks: KV blocks in the pool.
+        block_size: tokens a block holds: a power of two up to 128.
+        max_model_len: most tokens of a sequence, prompt and output together.
+        max_num_seqs: most sequences that run at the same time.
+        max_num_batched_tokens: most tokens that a step computes.
+        watermark: share of the pool that admitting a sequence leaves free while others run, so
+            that these can grow without preempting it at once.
+        max_steps_in_flight: steps submitted before the first of them is collected.
+    """
+
+    vocab_size: int
+    num_blocks: int
+    block_size: int = 16
+    max_model_len: int
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    watermark: float = 0.01
+    max_steps_in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "num_blocks",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_steps_in_flight",
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+                raise ConfigError(name, value, "an integer in [1, 2^31)")
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError("block_size", self.block_size, f"one of {BLOCK_SIZES}")
+        if not isinstance(self.watermark, int | float) or not 0 <= self.watermark < 1:
+            raise ConfigError("watermark", self.watermark, "a number in [0, 1)")
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """Blocks that the longest sequence fills."""
+        return -(-min(self.max_model_len, self.num_blocks * self.block_size) // self.block_size)
+
+    @property
+    def watermark_blocks(self) -> int:
+        """Blocks kept free when a sequence is admitted beside others."""
+        return math.ceil(self.watermark * self.num_blocks)

@@ -1,0 +1,222 @@
+"""Decides, at every step, which sequences run and how many new tokens each computes.
+
+There are no phases: a sequence has tokens and a count of those computed, and a step moves that
+count on. Prefill, chunked prefill, decode and recomputation after preemption are all that one thing
+(iteration-level scheduling, Yu et al., OSDI 2022; preemption by recomputation, Kwon et al., SOSP
+2023). The scheduler sees no token values: stopping is the engine core's business.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import OrderedDict
+from typing import Protocol
+
+from cupaged.config import EngineConfig
+from cupaged.engine.batch import ScheduledSequence, StepPlan
+from cupaged.engine.block_manager import BlockCopy, BlockManager
+from cupaged.request import Sequence, SequenceStatus
+
+
+class SchedulingPolicy(Protocol):
+    """Order of the waiting sequences, and who gives way when blocks run out."""
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence that has never run."""
+
+    def add_preempted(self, sequence: Sequence) -> None:
+        """Queue a sequence again that was preempted."""
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a waiting sequence out."""
+
+    def peek(self) -> Sequence | None:
+        """The sequence to admit next, None if none waits."""
+
+    def victim(self, candidates: list[Sequence]) -> Sequence:
+        """Which of the running `candidates` (in order of arrival, not empty) is preempted."""
+
+    def __len__(self) -> int: ...
+
+
+class FirstComeFirstServed:
+    """Strict order of arrival: preempted sequences stand before new ones, nobody skips ahead.
+
+    The head of the queue waits until it fits, and everybody behind it waits too; since running
+    sequences end, that wait is finite. The victim is the latest arrival.
+    """
+
+    def __init__(self) -> None:
+        self._queue: OrderedDict[tuple[int, int], Sequence] = OrderedDict()
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue at the end."""
+        self._queue[sequence.order] = sequence
+
+    def add_preempted(self, sequence: Sequence) -> None:
+        """Queue at the front. Victims come latest first, so they stand in order of arrival."""
+        self._queue[sequence.order] = sequence
+        self._queue.move_to_end(sequence.order, last=False)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a waiting sequence out."""
+        del self._queue[sequence.order]
+
+    def peek(self) -> Sequence | None:
+        """The head of the queue."""
+        return next(iter(self._queue.values()), None)
+
+    def victim(self, candidates: list[Sequence]) -> Sequence:
+        """The latest arrival."""
+        return candidates[-1]
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+
+class Scheduler:
+    """Plans steps under a token budget, a sequence budget and the block pool.
+
+    `running` is in order of arrival. A sequence whose step is in flight is passed over until the
+    step's output is known, so that steps in flight hold different sequences.
+    """
+
+    def __init__(
+        self, config: EngineConfig, block_manager: BlockManager, policy: SchedulingPolicy
+    ) -> None:
+        self.config = config
+        self.block_manager = block_manager
+        self.policy = policy
+        self.running: list[Sequence] = []
+        self.num_in_flight = 0
+        self._next_step_id = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait, the preempted ones included."""
+        return len(self.policy)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        self.policy.add(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take an unfinished sequence out and free its blocks."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+            self.block_manager.free(sequence.order)
+        else:
+            self.policy.remove(sequence)
+
+    def schedule(self) -> StepPlan:
+        """Plan a step: running sequences first, then waiting ones. The plan may be empty."""
+        plan = StepPlan(self._next_step_id)
+        budget = self._continue_running(plan, self.config.max_num_batched_tokens)
+        if not plan.preempted:
+            self._admit_waiting(plan, budget)
+        if plan.scheduled:
+            self._next_step_id += 1
+            self._submit(plan)
+        return plan
+
+    def complete(self, plan: StepPlan) -> None:
+        """The step's output has arrived: its tokens are computed, its sequences free to go on."""
+        self.num_in_flight -= 1
+        self.block_manager.step_completed(plan.step_id)
+        for entry in plan.scheduled:
+            entry.sequence.in_flight = False
+            if entry.sequence.status is SequenceStatus.RUNNING:
+                entry.sequence.num_computed_tokens = entry.start + entry.num_tokens
+
+    def fork(self, parent: Sequence, index: int) -> Sequence:
+        """A running sibling of a running sequence that shares all its blocks."""
+        child = parent.fork(index)
+        self.block_manager.fork(parent.order, child.order)
+        insort(self.running, child, key=_order)
+        return child
+
+    def _continue_running(self, plan: StepPlan, budget: int) -> int:
+        """Give each running sequence its next tokens; returns the token budget that is left."""
+        position = 0
+        while position < len(self.running) and budget > 0:
+            sequence = self.running[position]
+            if not sequence.in_flight:
+                num_new = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+                copies = self._make_room(plan, position, num_new)
+                if copies is None:
+                    break
+                plan.copies += copies
+                self._schedule(plan, sequence, num_new)
+                budget -= num_new
+            position += 1
+        return budget
+
+    def _make_room(self, plan: StepPlan, position: int, num_new: int) -> list[BlockCopy] | None:
+        """Blocks for running[position], at the cost of others that are not in this plan.
+
+        None when the sequence cannot run now: it was preempted itself, or what it needs is held by
+        steps in flight.
+        """
+        sequence = self.running[position]
+        while True:
+            copies = self.block_manager.allocate(
+                sequence.order, sequence.num_computed_tokens, num_new
+            )
+            if copies is not None:
+                return copies
+            if self.num_in_flight:  # what a victim gives back would be in quarantine: wait
+                return None
+            victim = self.policy.victim(self.running[position:])
+            self._preempt(plan, victim)
+            if victim is sequence:
+                return None
+
+    def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
+        """Admit waiting sequences in the policy's order while each fits whole."""
+        free_slots = self.config.max_num_seqs - sum(s.num_pending_samples for s in self.running)
+        while budget > 0 and (sequence := self.policy.peek()) is not None:
+            if sequence.num_pending_samples > free_slots:
+                break
+            reserve = self.config.watermark_blocks if self.running else 0
+            if (
+                self.block_manager.allocate(sequence.order, 0, sequence.num_tokens, reserve=reserve)
+                is None
+            ):
+                break
+            self.policy.remove(sequence)
+            sequence.status = SequenceStatus.RUNNING
+            insort(self.running, sequence, key=_order)
+            num_new = min(sequence.num_tokens, budget)
+            self._schedule(plan, sequence, num_new)
+            budget -= num_new
+            free_slots -= sequence.num_pending_samples
+
+    def _schedule(self, plan: StepPlan, sequence: Sequence, num_new: int) -> None:
+        start = sequence.num_computed_tokens
+        reaches_end = start + num_new == sequence.num_tokens
+        num_samples = sequence.num_pending_samples if reaches_end else 0
+        plan.scheduled.append(ScheduledSequence(sequence, start, num_new, num_samples))
+
+    def _preempt(self, plan: StepPlan, sequence: Sequence) -> None:
+        """Free a running sequence's blocks; it will compute all its tokens again."""
+        self.running.remove(sequence)
+        self.block_manager.free(sequence.order)
+        sequence.status = SequenceStatus.PREEMPTED
+        sequence.num_computed_tokens = 0
+        sequence.request.num_preemptions += 1
+        self.policy.add_preempted(sequence)
+        plan.preempted.append(sequence)
+
+    def _submit(self, plan: StepPlan) -> None:
+        for entry in plan.scheduled:
+            entry.sequence.in_flight = True
+        rows = [self.block_manager.row(entry.sequence.order) for entry in plan.scheduled]
+        longest = max(entry.start + entry.num_tokens for entry in plan.scheduled)
+        width = self.block_manager.blocks_for(longest)
+        plan.block_tables = (self.block_manager.block_table[rows, :width],)
+        self.num_in_flight += 1
+        self.block_manager.step_submitted(plan.step_id)
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.order

@@ -1,0 +1,185 @@
+"""Engine options as people give them, and the engine built from them.
+
+The one place where the parts meet: files, device, KV pool, core and text shell. Everything that can
+be refused is refused before weights are read or the pool is taken.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from cupaged.config import EngineConfig
+from cupaged.engine.core import EngineCore
+from cupaged.engine.engine import Engine
+from cupaged.engine.runner import ModelRunner
+from cupaged.errors import CapacityError, ConfigError, NotSupportedError
+from cupaged.loading.model_files import ModelFiles, load_model, open_model
+from cupaged.ops.numpy_ops import NumpyOps
+from cupaged.resources import available_memory_bytes, kv_blocks_for
+
+_logger = logging.getLogger(__name__)
+
+DEVICE_BLOCK_SIZES = (8, 16, 32, 64, 128)
+NOT_BUILT = frozenset(
+    {
+        "served_model_name", "revision", "kv_cache_dtype", "quantization", "load_format",
+        "enforce_eager", "enable_prefix_caching", "gpu_memory_utilization", "max_num_queued_reqs",
+        "max_num_queued_tokens", "long_prefill_token_threshold", "enable_chunked_prefill",
+        "scheduling_policy", "stream_interval", "max_logprobs", "speculative_config",
+        "tensor_parallel_size", "generation_config", "disable_log_stats", "swap_space",
+        "preemption_mode",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArgs:
+    """Options of an engine.
+
+    Args:
+        model: a folder with config.json and safetensors, or a .gguf file; None for the installed
+            SmolLM2-135M-Instruct.
+        tokenizer: a folder whose tokenizer replaces the model's own.
+        device: "cpu", or "auto", which is the same in this version.
+        dtype: "float32", or "auto", which is the same on `cpu`.
+        seed: draws the seeds of requests that bring none.
+        max_model_len: most tokens of a sequence; by default the model's own limit.
+        block_size: tokens of a KV block: 8, 16, 32, 64 or 128.
+        num_gpu_blocks_override: KV blocks in the pool, whatever the memory (on any device).
+        kv_cache_memory_bytes: bytes of the KV pool; by default what max_num_seqs sequences of
+            max_model_len tokens need, at most 40 % of the free memory.
+        max_num_seqs: most sequences that run at the same time.
+        max_num_batched_tokens: most tokens that one step computes.
+        watermark: share of the pool that admitting a sequence leaves free while others run.
+    """
+
+    model: str | Path | None = None
+    tokenizer: str | Path | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    block_size: int = 16
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    watermark: float = 0.01
+
+    def __post_init__(self) -> None:
+        _choose("device", self.device, "cpu", not_built=("cuda", "emulated"))
+        _choose("dtype", self.dtype, "float32", not_built=("float16", "bfloat16", "half"))
+        if self.block_size not in DEVICE_BLOCK_SIZES:
+            raise ConfigError("block_size", self.block_size, f"one of {DEVICE_BLOCK_SIZES}")
+        for name, low in (
+            ("seed", 0),
+            ("max_model_len", 2),
+            ("num_gpu_blocks_override", 1),
+            ("kv_cache_memory_bytes", 1),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+        ):
+            value = getattr(self, name)
+            if value is None and name.startswith(("max_model", "num_gpu", "kv_")):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ConfigError(name, value, f"an integer >= {low}")
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> EngineArgs:
+        """Check the names, too: those known to the field but not built, and misspelt ones.
+
+        Raises:
+            NotSupportedError: an option that vLLM has and this version does not.
+            ConfigError: an unknown option; the nearest known one is named.
+        """
+        known = [field.name for field in fields(cls)]
+        for name, value in options.items():
+            if name in NOT_BUILT:
+                raise NotSupportedError(f"{name}={value!r} is not supported in this version")
+            if name not in known:
+                nearest = difflib.get_close_matches(name, known, 1)
+                hint = f"one of {', '.join(known)}" if not nearest else f"perhaps {nearest[0]!r}"
+                raise ConfigError("engine option", name, hint)
+        return cls(**options)
+
+    def build(self) -> Engine:
+        """Open the model, size the pool, read the weights, start the engine."""
+        files = open_model(self.model, tokenizer=self.tokenizer)
+        available = available_memory_bytes()
+        if files.weight_bytes > available:
+            raise CapacityError(
+                "model weights in bytes", files.weight_bytes, f"at most {available} (free memory)"
+            )
+        config = self._engine_config(files, available - files.weight_bytes)
+        ops = NumpyOps()
+        specs = files.model_class.kv_cache_specs(files.config, self.block_size)
+        model = load_model(files, ops, max_model_len=config.max_model_len)
+        core = EngineCore(config, ModelRunner(model, specs, ops, config))
+        _log_start(self, files, config, sum(spec.bytes_per_block for spec in specs))
+        return Engine(core, files.tokenizer, eos_token_ids=files.eos_token_ids, seed=self.seed)
+
+    def _engine_config(self, files: ModelFiles, available: int) -> EngineConfig:
+        limit = files.config.max_position_embeddings
+        length = self.max_model_len or limit
+        if length > limit:
+            raise ConfigError("max_model_len", length, f"at most the model's own limit, {limit}")
+        specs = files.model_class.kv_cache_specs(files.config, self.block_size)
+        bytes_per_block = sum(spec.bytes_per_block for spec in specs)
+        num_blocks = self.num_gpu_blocks_override
+        if num_blocks is None:
+            num_blocks = kv_blocks_for(
+                bytes_per_block=bytes_per_block,
+                block_size=self.block_size,
+                max_model_len=length,
+                max_num_seqs=self.max_num_seqs,
+                available_bytes=available,
+                pool_bytes=self.kv_cache_memory_bytes,
+            )
+        elif num_blocks * bytes_per_block > available:
+            raise CapacityError(
+                "num_gpu_blocks_override",
+                num_blocks,
+                f"at most {available // bytes_per_block} ({available / 2**20:.0f} MiB are free)",
+            )
+        return EngineConfig(
+            vocab_size=files.config.vocab_size,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            max_model_len=length,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            watermark=self.watermark,
+        )
+
+
+def _log_start(
+    args: EngineArgs, files: ModelFiles, config: EngineConfig, bytes_per_block: int
+) -> None:
+    tokens = config.num_blocks * config.block_size
+    _logger.info(
+        "%s on cpu (device=%s): weights %.0f MiB, KV pool %.0f MiB = %d blocks of %d tokens = "
+        "%d tokens, room for %.1f requests of max_model_len=%d",
+        files.path.name,
+        args.device,
+        files.weight_bytes / 2**20,
+        config.num_blocks * bytes_per_block / 2**20,
+        config.num_blocks,
+        config.block_size,
+        tokens,
+        tokens / config.max_model_len,
+        config.max_model_len,
+    )
+
+
+def _choose(name: str, value: object, built: str, *, not_built: tuple[str, ...]) -> None:
+    if value in not_built:
+        raise NotSupportedError(
+            f"{name}={value!r} is not supported in this version; use {built!r} or 'auto'"
+        )
+    if value not in ("auto", built):
+        raise ConfigError(name, value, f"'auto' or {built!r}")

@@ -1,0 +1,215 @@
+"""`LLM`: a model in this process. Text in, text out, many requests at a time.
+
+It drives the engine and gives each caller its own outputs; it decides nothing about scheduling or
+memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+from cupaged.engine.engine import Engine, Prompt
+from cupaged.engine_args import EngineArgs
+from cupaged.errors import ChatTemplateError, InvalidParameterError, PromptError
+from cupaged.loading.chat_template import ChatTemplate
+from cupaged.loading.tokenizer import Tokenizer
+from cupaged.outputs import EngineStats, RequestOutput
+from cupaged.sampling_params import SamplingParams
+
+Message = dict[str, Any]
+
+
+class LLM:
+    """A model, its KV pool and its engine, for one thread.
+
+    Args:
+        model: a folder with config.json and safetensors, or a .gguf file; None for the installed
+            SmolLM2-135M-Instruct.
+        chat_template: Jinja source that replaces the model's own.
+        options: fields of `EngineArgs`.
+
+    Raises:
+        CupagedError: the model cannot be loaded or an option is out of range, before large memory
+            is taken.
+    """
+
+    def __init__(
+        self, model: str | Path | None = None, *, chat_template: str | None = None, **options: Any
+    ) -> None:
+        args = EngineArgs.from_options({"model": model, **options})
+        self._engine: Engine = args.build()
+        tokenizer = self._engine.tokenizer
+        source = chat_template or tokenizer.chat_template
+        self._template = ChatTemplate(source, tokenizer.special_tokens) if source else None
+        self._request_ids = count()
+        self._outputs: dict[str, deque[RequestOutput]] = {}  # of requests someone waits for
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; the outputs are in the prompts' order.
+
+        Args:
+            prompts: one prompt or a list of them: a text, {"prompt": text},
+                {"prompt_token_ids": ids}. A bare list of ids is one prompt.
+            sampling_params: one for all, or one for each; defaults to `SamplingParams()`.
+            use_tqdm: show a progress bar where standard error is a terminal.
+
+        Raises:
+            PromptError, InvalidParameterError, CapacityError: a request cannot be served; none of
+                the call's requests is left running.
+        """
+        request_ids = self._add(prompts, sampling_params or SamplingParams())
+        finished: dict[str, RequestOutput] = {}
+        bar = _progress_bar(len(request_ids), use_tqdm)
+        for output in self._drain(request_ids):
+            if output.finished:
+                finished[output.request_id] = output
+                bar.update()
+        bar.close()
+        return [finished[i] for i in request_ids]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them.
+
+        Args:
+            messages: [{"role": "user", "content": "..."}, ...], or a list of such lists.
+            sampling_params: by default the answer may take the rest of the context.
+
+        Raises:
+            ChatTemplateError: the model has no chat template, or it refused the messages.
+        """
+        single = bool(messages) and isinstance(messages[0], dict)
+        conversations = [messages] if single or not messages else messages
+        prompts = [
+            self.render_chat(
+                cast(Sequence[Message], conversation), add_generation_prompt=add_generation_prompt
+            )
+            for conversation in conversations
+        ]
+        params = sampling_params or SamplingParams(max_tokens=None)
+        return self.generate(prompts, params, use_tqdm=use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Complete every prompt; give an output whenever a request has moved on.
+
+        Each output has all text so far; its completions' `delta` is what is new. Requests are
+        checked and queued at once, and those still running are aborted when the iterator is closed.
+        """
+        return self._drain(self._add(prompts, sampling_params or SamplingParams()))
+
+    def abort(self, request_id: str | Sequence[str]) -> None:
+        """End requests; what they have so far comes out with finish_reason "abort".
+
+        Ids that are unknown or have finished are passed over.
+        """
+        for i in [request_id] if isinstance(request_id, str) else request_id:
+            output = self._engine.abort(i)
+            if output is not None and i in self._outputs:
+                self._outputs[i].append(output)
+
+    def render_chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+    ) -> dict[str, Any]:
+        """A conversation as a prompt of token ids, by the model's chat template."""
+        if not self._template:
+            raise ChatTemplateError(
+                "the model has no chat template; give one as chat_template, or use generate"
+            )
+        text = self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        return {"prompt_token_ids": self._engine.tokenizer.encode(text, add_special_tokens=False)}
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer in use."""
+        return self._engine.tokenizer
+
+    def get_stats(self) -> EngineStats:
+        """What runs, what waits, and how full the KV pool is."""
+        return self._engine.core.stats()
+
+    def _add(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+    ) -> list[str]:
+        """Queue all of a call's requests, or none."""
+        batch = _as_list(prompts)
+        if isinstance(sampling_params, SamplingParams):
+            params = [sampling_params] * len(batch)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(batch):
+            raise InvalidParameterError(
+                "number of sampling_params", len(params), f"1 or as many as prompts ({len(batch)})"
+            )
+        request_ids: list[str] = []
+        try:
+            for prompt, param in zip(batch, params, strict=True):
+                request_id = str(next(self._request_ids))
+                self._engine.add_request(request_id, prompt, param)
+                request_ids.append(request_id)
+        except BaseException:
+            for request_id in request_ids:
+                self._engine.abort(request_id)
+            raise
+        for request_id in request_ids:
+            self._outputs[request_id] = deque()
+        return request_ids
+
+    def _drain(self, request_ids: list[str]) -> Iterator[RequestOutput]:
+        """Step the engine until these requests have finished; keep what belongs to others."""
+        unfinished = set(request_ids)
+        try:
+            while unfinished:
+                ready = [i for i in request_ids if i in unfinished and self._outputs[i]]
+                for request_id in ready:
+                    while self._outputs[request_id]:
+                        output = self._outputs[request_id].popleft()
+                        if output.finished:
+                            unfinished.discard(request_id)
+                        yield output
+                if not ready:
+                    for output in self._engine.step():
+                        if output.request_id in self._outputs:
+                            self._outputs[output.request_id].append(output)
+        finally:
+            for request_id in unfinished:
+                self._engine.abort(request_id)
+            for request_id in request_ids:
+                self._outputs.pop(request_id, None)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list."""
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise PromptError("prompts", prompts, "a prompt or a list of prompts")
+    if prompts and all(isinstance(p, int) for p in prompts):
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))
+
+
+def _progress_bar(total: int, wanted: bool) -> Any:
+    from tqdm import tqdm  # costs an import; only a terminal shows it
+
+    return tqdm(total=total, disable=None if wanted else True, unit="request", leave=False)

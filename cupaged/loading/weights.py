@@ -1,0 +1,186 @@
+"""From the tensors of a checkpoint to the weights of a model, by the model's name table.
+
+Everything is checked before the first large array is made: each tensor the table names is there and
+has the right shape, and each tensor of the file is named by the table. Parts of one entry (query,
+key and value, say) are read straight into their place in one array.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupaged.errors import CheckpointError
+from cupaged.loading.tensors import TensorReader
+from cupaged.ops import Ops
+
+_logger = logging.getLogger(__name__)
+_SHOWN_NAMES = 8
+Format = Literal["hf", "gguf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of an entry.
+
+    hf, gguf: its name in either format, without ".weight" or ".bias".
+    rows: its out_features; unused for vectors.
+    gguf_heads: GGUF files of the Llama family interleave the two halves of each head's rows;
+        with a number of heads here they are put back ("rotate half" order).
+    """
+
+    hf: str
+    gguf: str
+    rows: int = 0
+    gguf_heads: int = 0
+
+
+class WeightEntry:
+    """One weight of a model: a row of its name table.
+
+    Args:
+        name: what the model calls it; `{i}` makes it an entry of every layer.
+        kind: "linear" [sum of the parts' rows, columns], packed by the ops; "vector" [columns].
+        shard_axis: the axis that several devices would share out, None for whole copies.
+        parts: stacked along axis 0 in this order.
+        bias: each part has a bias as well.
+    """
+
+    __slots__ = ("bias", "columns", "kind", "name", "parts", "shard_axis")
+
+    def __init__(
+        self,
+        name: str,
+        kind: Literal["linear", "vector"],
+        columns: int,
+        shard_axis: int | None,
+        *parts: Part,
+        bias: bool = False,
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self.columns = columns
+        self.shard_axis = shard_axis
+        self.parts = parts
+        self.bias = bias
+
+    @property
+    def rows(self) -> int:
+        """out_features of all parts; 0 for a vector."""
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers in the weight and its bias."""
+        return max(1, self.rows) * self.columns + self.bias * self.rows
+
+    def of_layer(self, i: int) -> WeightEntry:
+        """The entry with `{i}` replaced."""
+        parts = [replace(p, hf=p.hf.format(i=i), gguf=p.gguf.format(i=i)) for p in self.parts]
+        return WeightEntry(
+            self.name.format(i=i), self.kind, self.columns, self.shard_axis, *parts, bias=self.bias
+        )
+
+
+def expand(table: Sequence[WeightEntry], num_layers: int) -> list[WeightEntry]:
+    """The table with one entry for each layer in place of each `{i}`."""
+    return [
+        expanded
+        for entry in table
+        for expanded in (
+            (entry.of_layer(i) for i in range(num_layers)) if "{i}" in entry.name else (entry,)
+        )
+    ]
+
+
+def check_tensors(
+    entries: Sequence[WeightEntry], reader: TensorReader, form: Format, *, tied: bool
+) -> None:
+    """Compare the table with the tensors of a checkpoint.
+
+    Args:
+        tied: the head is the embedding; a head stored all the same is left unread.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or is not in the table.
+    """
+    left = set(reader.tensors)
+    missing = []
+    for name, shape in _expected(entries, form):
+        info = reader.tensors.get(name)
+        if info is None:
+            missing.append(name)
+            continue
+        left.discard(name)
+        if info.shape != shape:
+            raise CheckpointError(
+                f"{info.path}: tensor {name!r} has shape {list(info.shape)}, "
+                f"the configuration says {list(shape)}"
+            )
+    if missing:
+        raise CheckpointError(f"the checkpoint lacks {_some(missing)}")
+    unread = {name for name in left if name.endswith("rotary_emb.inv_freq")}  # made from the config
+    if tied:
+        unread |= left & {"lm_head.weight", "output.weight"}
+    for name in sorted(unread):
+        _logger.info("tensor %s is not needed and is left unread", name)
+    if left - unread:
+        raise CheckpointError(f"the model has no use for {_some(sorted(left - unread))}")
+
+
+def load_weights(
+    entries: Sequence[WeightEntry], reader: TensorReader, form: Format, ops: Ops
+) -> dict[str, Any]:
+    """Read every entry to the device, after `check_tensors`."""
+    weights: dict[str, Any] = {}
+    for entry in entries:
+        if entry.kind == "vector":
+            vector = np.empty(entry.columns, np.float32)
+            reader.read_into(f"{getattr(entry.parts[0], form)}.weight", vector)
+            weights[entry.name] = ops.asarray(vector)
+            continue
+        matrix = np.empty((entry.rows, entry.columns), np.float32)
+        bias = np.empty(entry.rows, np.float32) if entry.bias else None
+        first = 0
+        for part in entry.parts:
+            rows = slice(first, first + part.rows)
+            _read_part(reader, part, "weight", form, matrix[rows])
+            if bias is not None:
+                _read_part(reader, part, "bias", form, bias[rows])
+            first += part.rows
+        weights[entry.name] = ops.pack_weight(matrix, bias)
+    return weights
+
+
+def _read_part(
+    reader: TensorReader, part: Part, suffix: str, form: Format, out: NDArray[np.float32]
+) -> None:
+    reader.read_into(f"{getattr(part, form)}.{suffix}", out)
+    if form == "gguf" and part.gguf_heads:
+        pairs = out.reshape(part.gguf_heads, -1, 2, *out.shape[1:])
+        out[...] = pairs.swapaxes(1, 2).reshape(out.shape)
+
+
+def _expected(
+    entries: Sequence[WeightEntry], form: Format
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for entry in entries:
+        for part in entry.parts:
+            stem = getattr(part, form)
+            if entry.kind == "vector":
+                yield f"{stem}.weight", (entry.columns,)
+                continue
+            yield f"{stem}.weight", (part.rows, entry.columns)
+            if entry.bias:
+                yield f"{stem}.bias", (part.rows,)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:_SHOWN_NAMES])
+    more = len(names) - _SHOWN_NAMES
+    return f"{len(names)} tensors: {shown}" + (f" and {more} more" if more > 0 else "")

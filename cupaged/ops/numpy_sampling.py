@@ -1,0 +1,113 @@
+"""Sampling with NumPy: greedy, temperature, top-k and top-p, for all rows of a step at once.
+
+A draw is the arg max of logit / temperature + Gumbel noise over the tokens that are kept, with
+noise from `philox`. What is kept is exact: probability mass is summed in 64-bit fixed point, so
+that no order of summation changes it, and equal logits are ranked by token id, lower first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupaged.engine.batch import SamplingBatch
+from cupaged.ops.philox import WORDS, gumbel, philox
+
+_MASS_UNIT = float(2**40)  # fixed-point mass of the likeliest token; 2^18 tokens stay below 2^63
+
+FloatArray = NDArray[np.float32]
+IntArray = NDArray[np.int64]
+
+
+def sample(logits: FloatArray, sampling: SamplingBatch) -> NDArray[np.int32]:
+    """One token a sample, int32 [num_samples]; -1 where the logits are not numbers.
+
+    logits: float32 [num_logits, vocab_size]; banned entries are overwritten.
+    """
+    logits[sampling.banned[:, 0], sampling.banned[:, 1]] = -np.inf
+    best = np.argmax(logits, axis=1)
+    highest = logits[np.arange(len(logits)), best]
+    tokens = np.where(np.isfinite(highest), best, -1)[sampling.logits_row].astype(np.int32)
+    vocab_size = logits.shape[1]
+    top_k = np.where(sampling.top_k < vocab_size, sampling.top_k, 0)
+    drawn = (sampling.temperature > 0) & (tokens >= 0)
+    limited = (top_k > 0) | (sampling.top_p < 1)
+    for rows, choose in (
+        (np.flatnonzero(drawn & limited), _draw_limited),
+        (np.flatnonzero(drawn & ~limited), _draw_from_all),
+    ):
+        if len(rows):
+            source = sampling.logits_row[rows]
+            scaled = logits[source] - highest[source, None]
+            scaled /= sampling.temperature[rows, None]
+            tokens[rows] = choose(scaled, sampling, rows)
+    return tokens
+
+
+def _draw_from_all(scaled: FloatArray, sampling: SamplingBatch, rows: IntArray) -> IntArray:
+    """Every token may be drawn. scaled: [len(rows), vocab_size], 0 at the likeliest token."""
+    vocab_size = scaled.shape[1]
+    counters = np.arange(-(-vocab_size // WORDS), dtype=np.uint64)
+    words = philox(
+        (
+            counters[None, :],
+            sampling.output_position[rows, None].astype(np.uint64),
+            sampling.sample_index[rows, None].astype(np.uint64),
+            np.zeros((1, 1), np.uint64),
+        ),
+        sampling.seed[rows, None],
+    )
+    noise = gumbel(np.stack(words, axis=-1)).reshape(len(rows), -1)[:, :vocab_size]
+    noise += scaled
+    return np.argmax(noise, axis=1)
+
+
+def _draw_limited(scaled: FloatArray, sampling: SamplingBatch, rows: IntArray) -> IntArray:
+    """Keep top_k, then top_p of what is left, and draw from that."""
+    row, token, value = _rank(scaled, sampling, rows)
+    starts = np.flatnonzero(np.diff(row, prepend=-1))
+    of_row = sampling.seed[rows], sampling.output_position[rows], sampling.sample_index[rows]
+    seed, position, index = (a[row].astype(np.uint64) for a in of_row)
+    words = philox((token.astype(np.uint64) // WORDS, position, index, np.zeros_like(seed)), seed)
+    word = np.choose(token % WORDS, words)
+    score = value + gumbel(word)
+    best = np.maximum.reduceat(score, starts)
+    hits = np.where(score == best[row], token, scaled.shape[1])
+    lowest: IntArray = np.minimum.reduceat(hits, starts)
+    return lowest
+
+
+def _rank(
+    scaled: FloatArray, sampling: SamplingBatch, rows: IntArray
+) -> tuple[IntArray, IntArray, FloatArray]:
+    """The kept tokens of each row as flat (row, token, scaled logit), likeliest first."""
+    vocab_size = scaled.shape[1]
+    top_k, top_p = sampling.top_k[rows].astype(np.int64), sampling.top_p[rows].astype(np.float64)
+    top_k = np.where(top_k < vocab_size, top_k, 0)
+    weight = np.exp(scaled.astype(np.float64))
+    mass = np.rint(weight * _MASS_UNIT).astype(np.int64)
+    total = mass.sum(axis=1)
+    # Tokens lighter than this, all together, weigh less than what top_p leaves out.
+    lightest = np.floor((1.0 - top_p) * total / vocab_size).astype(np.int64)
+    candidate = mass >= lightest[:, None]
+    with_k = np.flatnonzero(top_k)
+    if len(with_k):
+        nth = vocab_size - top_k[with_k]
+        ordered = np.partition(scaled[with_k], np.unique(nth), axis=1)
+        candidate[with_k] = scaled[with_k] >= ordered[np.arange(len(with_k)), nth][:, None]
+    row, token = np.nonzero(candidate)
+    value = scaled[row, token]
+    order = np.lexsort((-value, row))  # stable: equal values stay in order of their token ids
+    row, token, value = row[order], token[order], value[order]
+    starts = np.flatnonzero(np.diff(row, prepend=-1))
+    rank = np.arange(len(row)) - starts[row]
+    kept = (top_k[row] == 0) | (rank < top_k[row])
+    row, token, value, rank = row[kept], token[kept], value[kept], rank[kept]
+    kept_mass = mass[row, token]
+    starts = np.flatnonzero(rank == 0)
+    summed = np.cumsum(kept_mass)
+    before = summed - kept_mass
+    before -= before[starts][row]
+    total = np.where(top_k > 0, np.add.reduceat(kept_mass, starts), total)
+    kept = (before < top_p[row] * total[row]) | (rank == 0)
+    return row[kept], token[kept], value[kept]

@@ -1,0 +1,136 @@
+"""A request and its sequences.
+
+A request owns one sequence or several (its `n` samples). All of them begin as one: the prompt is
+computed once, then `Sequence.fork` makes the others, which share its KV blocks. Nothing here knows
+blocks, batches or text.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cupaged.outputs import FinishReason
+from cupaged.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class CoreRequest:
+    """What the engine core takes: token ids and numbers, no text.
+
+    Args:
+        request_id: unique among the unfinished requests.
+        prompt_token_ids: at least one id, each in [0, vocab_size).
+        params: sampling and stopping; its stop strings are the text shell's business.
+        eos_token_ids: ids that end a sequence unless `params.ignore_eos`.
+        seed: 64-bit key of the random numbers; sample i of the request uses (seed, i).
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+class SequenceStatus(enum.Enum):
+    """Where a sequence is. Only RUNNING sequences hold KV blocks."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Request:
+    """A request inside the core: its limits and its sequences."""
+
+    __slots__ = (
+        "arrival",
+        "banned_token_ids",
+        "core",
+        "max_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "sequences",
+    )
+
+    def __init__(self, core: CoreRequest, *, arrival: int, max_tokens: int) -> None:
+        """`arrival` orders requests; `max_tokens` is already cut to what the context leaves."""
+        self.core = core
+        self.arrival = arrival
+        self.max_tokens = max_tokens
+        self.num_preemptions = 0
+        self.num_prompt_tokens = len(core.prompt_token_ids)
+        eos = () if core.params.ignore_eos else core.eos_token_ids
+        self.banned_token_ids = tuple({*(core.params.stop_token_ids or ()), *eos})  # at first
+        first = Sequence(self, 0, list(core.prompt_token_ids))
+        first.num_pending_samples = core.params.n
+        self.sequences: list[Sequence] = [first]
+
+    @property
+    def finished(self) -> bool:
+        """True when every sample has ended."""
+        return all(s.status is SequenceStatus.FINISHED for s in self.sequences)
+
+    def unfinished(self) -> Iterator[Sequence]:
+        """The sequences that have not ended."""
+        return (s for s in self.sequences if s.status is not SequenceStatus.FINISHED)
+
+
+class Sequence:
+    """One line of tokens: the prompt and what was generated after it.
+
+    `num_computed_tokens` of the `token_ids` have their KV in blocks. Prefill, chunked prefill,
+    decode and recomputation differ only in how far that number is behind.
+    """
+
+    __slots__ = (
+        "finish_reason",
+        "in_flight",
+        "index",
+        "num_computed_tokens",
+        "num_pending_samples",
+        "order",
+        "request",
+        "status",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request, index: int, token_ids: list[int]) -> None:
+        self.request = request
+        self.index = index
+        self.order = (request.arrival, index)  # unique; also the key of the block table
+        self.token_ids = token_ids
+        self.num_computed_tokens = 0
+        self.num_pending_samples = 1  # more than one only before the first fork
+        self.in_flight = False
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.request.num_prompt_tokens
+
+    def fork(self, index: int) -> Sequence:
+        """A sibling with the same tokens; the caller makes it share the KV blocks."""
+        child = Sequence(self.request, index, self.token_ids.copy())
+        child.num_computed_tokens = self.num_computed_tokens
+        child.status = self.status
+        self.request.sequences.append(child)
+        return child
+
+    def finish(self, reason: FinishReason, stop_reason: int | None = None) -> None:
+        """End the sequence; the caller frees its blocks."""
+        self.status = SequenceStatus.FINISHED
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
