@@ -46,19 +46,19 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "max_position_embeddings",
+        for name, key in (
+            ("vocab_size", "vocab_size"),
+            ("hidden_size", "hidden_size"),
+            ("intermediate_size", "intermediate_size"),
+            ("num_layers", "num_hidden_layers"),
+            ("num_heads", "num_attention_heads"),
+            ("num_kv_heads", "num_key_value_heads"),
+            ("head_dim", "head_dim"),
+            ("max_position_embeddings", "max_position_embeddings"),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-                raise ConfigError(f"config.json: {name}", value, "an integer in [1, 2^31)")
+                raise ConfigError(f"config.json: {key}", value, "an integer in [1, 2^31)")
         for name in ("rms_norm_eps", "rope_theta"):
             value = getattr(self, name)
             if not isinstance(value, float) or not math.isfinite(value) or value <= 0:
@@ -82,13 +82,17 @@ class ModelConfig:
             NotSupportedError: the model needs something this version does not build.
         """
         architectures = hf.get("architectures")
-        if not isinstance(architectures, list) or len(architectures) != 1:
+        one = isinstance(architectures, list) and len(architectures) == 1
+        if not one or not isinstance(architectures[0], str):
             raise ConfigError("config.json: architectures", architectures, "a list of one name")
         hidden_act = hf.get("hidden_act", "silu")
         if hidden_act not in ("silu", "swish"):
             raise NotSupportedError(f"hidden_act={hidden_act!r} is not supported; only 'silu' is")
-        if hf.get("quantization_config"):
-            method = hf["quantization_config"].get("quant_method", "unknown")
+        quantization = hf.get("quantization_config")
+        if quantization:
+            if not isinstance(quantization, Mapping):
+                raise ConfigError("config.json: quantization_config", quantization, "an object")
+            method = quantization.get("quant_method", "unknown")
             raise NotSupportedError(f"quantized checkpoints ({method}) are not supported")
         num_heads = _needed(hf, "num_attention_heads")
         hidden_size = _needed(hf, "hidden_size")
@@ -105,7 +109,7 @@ class ModelConfig:
             head_dim = hidden_size // num_heads
         eos = hf.get("eos_token_id")
         return cls(
-            architecture=str(architectures[0]),
+            architecture=architectures[0],
             vocab_size=_needed(hf, "vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=_needed(hf, "intermediate_size"),
@@ -149,7 +153,10 @@ def _integer_or_fail(key: str, value: object) -> None:
 def _number(key: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"config.json: {key}", value, "a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(f"config.json: {key}", value, "a finite number") from None
 
 
 def _flag(hf: Mapping[str, Any], key: str) -> bool:
@@ -212,9 +219,10 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
                 raise ConfigError(name, value, "an integer in [1, 2^31)")
-        if self.block_size not in BLOCK_SIZES:
+        if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
             raise ConfigError("block_size", self.block_size, f"one of {BLOCK_SIZES}")
-        if not isinstance(self.watermark, int | float) or not 0 <= self.watermark < 1:
+        number = isinstance(self.watermark, int | float) and not isinstance(self.watermark, bool)
+        if not number or not 0 <= self.watermark < 1:
             raise ConfigError("watermark", self.watermark, "a number in [0, 1)")
 
     @property

@@ -140,6 +140,12 @@ class EngineArgs:
                 available_bytes=available,
                 pool_bytes=self.kv_cache_memory_bytes,
             )
+            if num_blocks * bytes_per_block > available:
+                raise CapacityError(
+                    "kv_cache_memory_bytes",
+                    self.kv_cache_memory_bytes,
+                    f"at most {available} (free memory without the weights)",
+                )
         elif num_blocks * bytes_per_block > available:
             raise CapacityError(
                 "num_gpu_blocks_override",

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from cupaged.engine.engine import Engine, Prompt
 from cupaged.engine_args import EngineArgs
-from cupaged.errors import ChatTemplateError, InvalidParameterError, PromptError
+from cupaged.errors import ChatTemplateError, EngineError, InvalidParameterError, PromptError
 from cupaged.loading.chat_template import ChatTemplate
 from cupaged.loading.tokenizer import Tokenizer
 from cupaged.outputs import EngineStats, RequestOutput
@@ -41,10 +41,11 @@ class LLM:
         self, model: str | Path | None = None, *, chat_template: str | None = None, **options: Any
     ) -> None:
         args = EngineArgs.from_options({"model": model, **options})
-        self._engine: Engine = args.build()
-        tokenizer = self._engine.tokenizer
+        self.engine: Engine = args.build()
+        tokenizer = self.engine.tokenizer
         source = chat_template or tokenizer.chat_template
-        self._template = ChatTemplate(source, tokenizer.special_tokens) if source else None
+        special_tokens: dict[str, Any] = dict(tokenizer.special_tokens)
+        self._template = ChatTemplate(source, **special_tokens) if source else None
         self._request_ids = count()
         self._outputs: dict[str, deque[RequestOutput]] = {}  # of requests someone waits for
 
@@ -123,7 +124,7 @@ class LLM:
         Ids that are unknown or have finished are passed over.
         """
         for i in [request_id] if isinstance(request_id, str) else request_id:
-            output = self._engine.abort(i)
+            output = self.engine.abort(i)
             if output is not None and i in self._outputs:
                 self._outputs[i].append(output)
 
@@ -136,15 +137,15 @@ class LLM:
                 "the model has no chat template; give one as chat_template, or use generate"
             )
         text = self._template.render(messages, add_generation_prompt=add_generation_prompt)
-        return {"prompt_token_ids": self._engine.tokenizer.encode(text, add_special_tokens=False)}
+        return {"prompt_token_ids": self.engine.tokenizer.encode(text, add_special_tokens=False)}
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer in use."""
-        return self._engine.tokenizer
+        return self.engine.tokenizer
 
     def get_stats(self) -> EngineStats:
         """What runs, what waits, and how full the KV pool is."""
-        return self._engine.core.stats()
+        return self.engine.core.stats()
 
     def _add(
         self,
@@ -165,20 +166,30 @@ class LLM:
         try:
             for prompt, param in zip(batch, params, strict=True):
                 request_id = str(next(self._request_ids))
-                self._engine.add_request(request_id, prompt, param)
+                self.engine.add_request(request_id, prompt, param)
                 request_ids.append(request_id)
         except BaseException:
             for request_id in request_ids:
-                self._engine.abort(request_id)
+                self.engine.abort(request_id)
             raise
         for request_id in request_ids:
             self._outputs[request_id] = deque()
         return request_ids
 
     def _drain(self, request_ids: list[str]) -> Iterator[RequestOutput]:
-        """Step the engine until these requests have finished; keep what belongs to others."""
+        """Give the outputs of these requests; whoever drops the iterator aborts them."""
+        outputs = self._run(request_ids)
+        next(outputs)  # into its `try`: a generator that was never started cleans nothing up
+        return cast(Iterator[RequestOutput], outputs)
+
+    def _run(self, request_ids: list[str]) -> Iterator[RequestOutput | None]:
+        """Step the engine until these requests have finished; keep what belongs to others.
+
+        The first item is None.
+        """
         unfinished = set(request_ids)
         try:
+            yield None
             while unfinished:
                 ready = [i for i in request_ids if i in unfinished and self._outputs[i]]
                 for request_id in ready:
@@ -188,12 +199,15 @@ class LLM:
                             unfinished.discard(request_id)
                         yield output
                 if not ready:
-                    for output in self._engine.step():
+                    for request_id in unfinished:
+                        if not self.engine.core.holds(request_id):
+                            raise EngineError(f"request {request_id} was lost in a step that failed")
+                    for output in self.engine.step():
                         if output.request_id in self._outputs:
                             self._outputs[output.request_id].append(output)
         finally:
             for request_id in unfinished:
-                self._engine.abort(request_id)
+                self.engine.abort(request_id)
             for request_id in request_ids:
                 self._outputs.pop(request_id, None)
 

@@ -17,6 +17,7 @@ from cupaged.errors import InvalidParameterError, NotSupportedError
 GREEDY_TEMPERATURE = 1e-5  # below this the most likely token is taken
 MAX_SAMPLES = 1024
 MAX_STOP_STRINGS = 64
+MAX_INTEGER = 2**63 - 1  # what every wire format carries; far more than any context
 
 _NOT_BUILT = {
     "presence_penalty": 0.0,
@@ -87,20 +88,22 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, neutral in _NOT_BUILT.items():
             value = getattr(self, name)
-            if value is not None and value != neutral:
+            is_neutral = isinstance(value, numbers.Real) and value == neutral
+            if value is not None and not is_neutral:
                 raise NotSupportedError(
-                    f"{name}={value!r} is not supported in this version; leave it at {neutral!r}"
+                    f"{name} is not supported in this version; leave it at {neutral!r}"
                 )
         self._set("n", _integer("n", self.n, 1, MAX_SAMPLES))
         self._set("temperature", _real("temperature", self.temperature, 0.0, math.inf))
         self._set("top_p", _real("top_p", self.top_p, 0.0, 1.0))
-        self._set("top_k", max(0, _integer("top_k", self.top_k, -1, None)))
+        self._set("top_k", max(0, _integer("top_k", self.top_k, -1, MAX_INTEGER)))
         if self.seed is not None:
             seed = _integer("seed", self.seed, -1, 2**64 - 1)
             self._set("seed", None if seed == -1 else seed)
         if self.max_tokens is not None:
-            self._set("max_tokens", _integer("max_tokens", self.max_tokens, 1, None))
-        self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0, self.max_tokens))
+            self._set("max_tokens", _integer("max_tokens", self.max_tokens, 1, MAX_INTEGER))
+        most = MAX_INTEGER if self.max_tokens is None else self.max_tokens
+        self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0, most))
         for flag in (
             "ignore_eos",
             "detokenize",
@@ -134,12 +137,12 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
 
-def _integer(name: str, value: object, low: int, high: int | None) -> int:
-    allowed = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    allowed = f"an integer in [{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise InvalidParameterError(name, value, allowed)
     number = int(value)
-    if number < low or (high is not None and number > high):
+    if not low <= number <= high:
         raise InvalidParameterError(name, value, allowed)
     return number
 
@@ -178,4 +181,4 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
         return ()
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise InvalidParameterError(name, value, allowed)
-    return tuple(_integer(f"{name}[{i}]", item, 0, None) for i, item in enumerate(value))
+    return tuple(_integer(f"{name}[{i}]", item, 0, MAX_INTEGER) for i, item in enumerate(value))

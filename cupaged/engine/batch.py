@@ -9,12 +9,13 @@ is in flight.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.request import Sequence
+from cupaged.sampling_params import GREEDY_TEMPERATURE
 
 MAX_TEMPERATURE = 1e6  # beyond it the draw is uniform anyway, and float32 holds it
 MAX_TOP_K = 2**31 - 1  # what int32 holds; more than any vocabulary
@@ -172,24 +173,24 @@ def _build_sampling(plan: StepPlan, num_samples: NDArray[np.int32]) -> SamplingB
     first = np.array([s.index for s in drawn], np.int32)
     since_first = np.arange(len(logits_row)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
     params = [s.request.core.params for s in drawn]
-    temperature = np.array(
-        [0.0 if p.is_greedy else min(p.temperature, MAX_TEMPERATURE) for p in params], np.float32
-    )
-    top_k = np.array([min(p.top_k, MAX_TOP_K) for p in params], np.int32)
-    output_position = np.array([len(s.token_ids) - s.request.num_prompt_tokens for s in drawn])
+    asked = np.array([p.temperature for p in params], np.float64)
+    temperature = np.where(asked < GREEDY_TEMPERATURE, 0.0, np.minimum(asked, MAX_TEMPERATURE))
+    top_k = np.fromiter(map(min, [p.top_k for p in params], repeat(MAX_TOP_K)), np.int32)
+    num_tokens = np.fromiter(map(len, [s.token_ids for s in drawn]), np.int32)
+    output_position = num_tokens - np.array([s.request.num_prompt_tokens for s in drawn], np.int32)
     banned = [
         (row, token)
-        for row, s in enumerate(drawn)
-        if len(s.token_ids) - s.request.num_prompt_tokens < s.request.core.params.min_tokens
+        for row, (s, position) in enumerate(zip(drawn, output_position.tolist(), strict=True))
+        if position < s.request.core.params.min_tokens
         for token in s.request.banned_token_ids
     ]
     return SamplingBatch(
         logits_row=logits_row,
-        temperature=temperature[logits_row],
+        temperature=temperature.astype(np.float32)[logits_row],
         top_p=np.array([p.top_p for p in params], np.float32)[logits_row],
         top_k=top_k[logits_row],
         seed=np.array([s.request.core.seed for s in drawn], np.uint64)[logits_row],
         sample_index=first[logits_row] + since_first.astype(np.int32),
-        output_position=output_position.astype(np.int32)[logits_row],
+        output_position=output_position[logits_row],
         banned=np.array(banned, np.int32).reshape(-1, 2),
     )

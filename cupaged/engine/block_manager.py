@@ -11,7 +11,7 @@ and becomes free when that step completes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +41,7 @@ class BlockManager:
         self._rows: dict[Hashable, int] = {}
         self._num_held: NDArray[np.int32] = np.zeros(max_num_seqs, np.int32)
         self._quarantine: deque[tuple[int, list[int]]] = deque()  # (last step, blocks)
-        self._last_submitted = -1
-        self._last_completed = -1
+        self._in_flight: dict[int, set[int]] = {}  # step: the blocks it copies from
 
     # ---- what is there -------------------------------------------------------------------------
 
@@ -110,8 +109,8 @@ class BlockManager:
             reserve: blocks that must stay free after this call.
 
         Returns:
-            The copies to make before anything is written, or None if too few blocks are free;
-            then nothing has changed.
+            The copies to make before anything is written, or None if too few blocks are free or
+            a step in flight copies from a block to be written; then nothing has changed.
         """
         row = self._rows.get(key)
         held = 0 if row is None else int(self._num_held[row])
@@ -121,7 +120,11 @@ class BlockManager:
         if row is not None:
             first = num_computed_tokens // self.block_size
             written = self.block_table[row, first : min(held, self.blocks_for(end))]
-            shared = [first + int(i) for i in np.flatnonzero(self.ref_counts[written] > 1)]
+            is_shared = self.ref_counts[written] > 1
+            shared = [first + int(i) for i in np.flatnonzero(is_shared)]
+            private = written[~is_shared].tolist()
+            if not all(copied.isdisjoint(private) for copied in self._in_flight.values()):
+                return None
         if num_appended + len(shared) > len(self._free) - reserve:
             return None
         if row is None:
@@ -167,14 +170,18 @@ class BlockManager:
         self._free_rows.append(row)
         self._release(blocks[::-1])  # the tail is the least useful part, so it is reused first
 
-    def step_submitted(self, step_id: int) -> None:
-        """A step that uses the present block tables is in flight from now on."""
-        self._last_submitted = step_id
+    def step_submitted(self, step_id: int, copies: Iterable[BlockCopy] = ()) -> None:
+        """A step that uses the present block tables and makes `copies` is in flight from now on.
+
+        Step ids grow.
+        """
+        self._in_flight[step_id] = {source for source, _ in copies}
 
     def step_completed(self, step_id: int) -> None:
-        """The step and all before it have finished: what they used last becomes free."""
-        self._last_completed = step_id
-        while self._quarantine and self._quarantine[0][0] <= step_id:
+        """The step is over: what only it and earlier, completed steps used becomes free."""
+        del self._in_flight[step_id]
+        oldest = min(self._in_flight, default=None)
+        while self._quarantine and (oldest is None or self._quarantine[0][0] < oldest):
             self._free.extend(self._quarantine.popleft()[1])
 
     def _take(self) -> int:
@@ -198,8 +205,8 @@ class BlockManager:
                 unreferenced.append(block)
         if not unreferenced:
             return
-        if self._last_submitted > self._last_completed:
-            self._quarantine.append((self._last_submitted, unreferenced))
+        if self._in_flight:
+            self._quarantine.append((max(self._in_flight), unreferenced))
         else:
             self._free.extend(unreferenced)
 

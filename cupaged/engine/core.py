@@ -64,8 +64,8 @@ class EngineCore:
         """Check a request and queue it. On an error nothing has changed.
 
         Raises:
-            InvalidParameterError: the id is in use, `n` exceeds max_num_seqs, or an id of
-                `stop_token_ids` is outside the vocabulary.
+            InvalidParameterError: the id is in use, `n` exceeds max_num_seqs, or a stop or EOS
+                token id is outside the vocabulary.
             PromptError: the prompt is empty, too long, or has ids outside the vocabulary.
             CapacityError: prompt and output can never fit into the KV pool.
         """
@@ -198,11 +198,15 @@ class EngineCore:
                 f"at most {config.max_model_len - 1} (max_model_len={config.max_model_len} less "
                 "one token of output)",
             )
-        for i, token in enumerate(params.stop_token_ids or ()):
-            if token >= config.vocab_size:
-                raise InvalidParameterError(
-                    f"stop_token_ids[{i}]", token, f"in [0, {config.vocab_size})"
-                )
+        for name, ids in (
+            ("stop_token_ids", params.stop_token_ids or ()),
+            ("eos_token_ids", core_request.eos_token_ids),
+        ):
+            for i, token in enumerate(ids):
+                if not 0 <= token < config.vocab_size:
+                    raise InvalidParameterError(
+                        f"{name}[{i}]", token, f"in [0, {config.vocab_size})"
+                    )
         if params.n > config.max_num_seqs:
             raise InvalidParameterError(
                 "n", params.n, f"at most max_num_seqs={config.max_num_seqs}"

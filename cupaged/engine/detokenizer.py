@@ -5,8 +5,9 @@ of `Tokenizer.decode` for prompt and output together, so spaces at the seams com
 in one piece. It knows nothing of stop strings or of requests.
 
 Only the last ids are decoded again, never the whole output. That is exact because of two facts. A
-UTF-8 decoder that starts anywhere is in step again after at most three bytes. And sentencepiece's
-decoder looks at its neighbours only inside a run of byte tokens, and at the start for one space.
+UTF-8 decoder that starts within a character is wrong about that character only, so two decodings
+agree from the end backwards. And sentencepiece's decoder looks at neighbours only inside a run of
+byte tokens, and at the start of the text for one space.
 """
 
 from __future__ import annotations
@@ -20,12 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["IncrementalDetokenizer"]
 
 _REPLACEMENT = "\ufffd"
-# Each id in the window has at least one byte and a character at most four. A cut leaves at most
-# three wrong characters at its start and an unfinished one at its end, so 20 ids leave one right
-# character between them.
-_CONTEXT_IDS = 20
-_LEAST_DELIVERED_CHARS = 4
-_MAX_WINDOW_IDS = 32
+# Each id in the window has at least one byte, so the last three hold any unfinished character. The
+# others are a margin for decoders that look further back.
+_CONTEXT_IDS = 8
+_MAX_WINDOW_IDS = 24
 
 
 class IncrementalDetokenizer:
@@ -140,7 +139,7 @@ class IncrementalDetokenizer:
         window = self._window[-_CONTEXT_IDS:]
         text = self._decode(window)
         num_delivered = len(text) - (len(self._text) - self._num_delivered)
-        if num_delivered < _LEAST_DELIVERED_CHARS:  # a decoder that gives its tokens no text
+        if num_delivered < 1:  # a decoder that gives most of its tokens no text
             self._max_window_ids = 2 * len(self._window)
             return
         self._window, self._text, self._num_delivered = window, text, num_delivered

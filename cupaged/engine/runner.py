@@ -114,7 +114,8 @@ class ModelRunner:
         self._ops.gather_rows(rows, hidden, batch.logits_tokens)
         logits = self._logits[:num_logits]
         self._model.compute_logits(logits, rows)
-        return [int(t) for t in self._sampler(logits, batch.sampling)]
+        tokens: list[int] = self._sampler(logits, batch.sampling).tolist()
+        return tokens
 
 
 class NullRunner:

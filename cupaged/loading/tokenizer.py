@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import tokenizers
 from tokenizers import AddedToken
@@ -24,6 +24,7 @@ __all__ = ["Tokenizer"]
 
 _DEFAULT_TEMPLATE = "default"
 _GGUF_TEMPLATE = "tokenizer.chat_template"
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _HEX_DIGITS = "0123456789ABCDEFabcdef"
 
 
@@ -64,7 +65,7 @@ class Tokenizer:
         }
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> Tokenizer:
+    def from_folder(cls, path: str | Path) -> Self:
         """Read `tokenizer.json` and what lies beside it.
 
         The post-processor in `tokenizer.json` alone decides whether a BOS is added: like
@@ -92,7 +93,7 @@ class Tokenizer:
         return cls(backend, special_tokens=special_tokens, templates=templates)
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer:
+    def from_gguf(cls, metadata: Mapping[str, object]) -> Self:
         """Build the tokenizer that the metadata of a GGUF file describes.
 
         Args:
@@ -212,11 +213,13 @@ def _add_listed_tokens(
 ) -> None:
     """Add the tokens of `added_tokens_decoder` that `tokenizer.json` does not have."""
     key = "added_tokens_decoder"
-    listed = config.get(key, {})
+    tokens: list[tuple[int, AddedToken]] = []
     try:
-        tokens = [(int(index), AddedToken(**entry)) for index, entry in listed.items()]
-    except (AttributeError, TypeError, ValueError) as error:
-        raise TokenizerError(f"{path}: {key} must map ids to tokens: {error}") from error
+        for index, entry in config.get(key, {}).items():
+            flags = {flag: entry[flag] for flag in _TOKEN_FLAGS if flag in entry}
+            tokens.append((int(index), AddedToken(entry["content"], **flags)))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TokenizerError(f"{path}: {key} must map ids to tokens: {error!r}") from error
     tokens.sort(key=lambda pair: pair[0])
     known = backend.get_added_tokens_decoder()
     backend.add_tokens([token for index, token in tokens if index not in known])

@@ -186,7 +186,8 @@ class _Merged:
         heads = (stop - first, self._kv_heads)
         k = self._gather("k", self._cache.k, first, stop)
         scores = self._scratch.take("scores", (*heads, self._rows, self._kv_tile))
-        np.matmul(self._queries[tile], k.swapaxes(-1, -2), out=scores)
+        with np.errstate(invalid="ignore", over="ignore"):  # unwritten slots hold anything
+            np.matmul(self._queries[tile], k.swapaxes(-1, -2), out=scores)
         by_token = scores.reshape(*heads, self._width, -1, self._kv_tile)
         np.copyto(by_token, MASKED, where=self._tiles.masked[first:stop])
         maximum = scores.max(axis=-1)

@@ -38,8 +38,9 @@ def sample(logits: FloatArray, sampling: SamplingBatch) -> NDArray[np.int32]:
     ):
         if len(rows):
             source = sampling.logits_row[rows]
-            scaled = logits[source] - highest[source, None]
-            scaled /= sampling.temperature[rows, None]
+            with np.errstate(over="ignore"):  # -inf, a token that is never drawn, is right
+                scaled = logits[source] - highest[source, None]
+                scaled /= sampling.temperature[rows, None]
             tokens[rows] = choose(scaled, sampling, rows)
     return tokens
 
@@ -59,7 +60,8 @@ def _draw_from_all(scaled: FloatArray, sampling: SamplingBatch, rows: IntArray) 
     )
     noise = gumbel(np.stack(words, axis=-1)).reshape(len(rows), -1)[:, :vocab_size]
     noise += scaled
-    return np.argmax(noise, axis=1)
+    best: IntArray = np.argmax(noise, axis=1)
+    return best
 
 
 def _draw_limited(scaled: FloatArray, sampling: SamplingBatch, rows: IntArray) -> IntArray:

@@ -41,9 +41,7 @@ def streamed(
     steps: list[list[int]],
     skip_special_tokens: bool = True,
 ) -> list[str]:
-    detokenizer = IncrementalDetokenizer(
-        tokenizer, prompt, skip_special_tokens=skip_special_tokens
-    )
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
     pieces = [detokenizer.append(step) for step in steps]
     return [*pieces, detokenizer.finish()]
 
@@ -78,9 +76,7 @@ def spm_byte_ids(text: str | bytes) -> list[int]:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("text", ["삼겹살", "👩\u200d👩\u200d👧", "ď", "a\u6771b👩c"])
 @pytest.mark.parametrize("spell", [byte_ids, spm_byte_ids])
-def test_characters_are_never_cut(
-    spell: Callable[[str], list[int]], text: str, size: int
-) -> None:
+def test_characters_are_never_cut(spell: Callable[[str], list[int]], text: str, size: int) -> None:
     tokenizer = smollm2() if spell is byte_ids else spm()
     pieces = streamed(tokenizer, [], steps_of(spell(text), size))
     assert REPLACEMENT not in "".join(pieces)
@@ -98,7 +94,15 @@ def test_byte_fallback_waits_for_the_end_of_the_run() -> None:
     assert streamed(spm(), [a], steps_of(ids, 1)) == ["a", "", "", "", "\u6771a", ""]
     # One wrong byte makes the whole run wrong, so nothing of it could have been shown before.
     ids = [a, *spm_byte_ids("\u6771"), 3 + 0xFF, a]
-    assert streamed(spm(), [a], steps_of(ids, 1)) == ["a", "", "", "", "", REPLACEMENT * 4 + "a", ""]
+    assert streamed(spm(), [a], steps_of(ids, 1)) == [
+        "a",
+        "",
+        "",
+        "",
+        "",
+        REPLACEMENT * 4 + "a",
+        "",
+    ]
 
 
 def test_invalid_bytes_are_held_for_one_id_only() -> None:
@@ -215,11 +219,13 @@ def test_any_ids_join_to_the_full_text(kind: str) -> None:
     check()
 
 
-def test_long_streams_of_one_broken_token() -> None:
-    """Tokens that never end at the end of a character, so that no boundary is ever clean."""
-    for data in (b"\xf0\x9f\x98", b"\xef", b"\xad\xe4\xb8", b"\x9f", b"a\xf0"):
-        output = byte_ids(data) * 200
-        for size in (1, 3):
+def test_long_streams_of_the_same_bytes() -> None:
+    """Some never end at the end of a character, so that no boundary is ever clean."""
+    broken = (b"\xf0\x9f\x98", b"\xef", b"\xad\xe4\xb8", b"\x9f", b"a\xf0")
+    whole = [f"{'abcd'[:size]}👩\u6771".encode() for size in range(5)]
+    for data in (*broken, *whole):
+        output = byte_ids(data) * 50
+        for size in (1, 2, 3):
             pieces = streamed(smollm2(), byte_ids(data)[:1], steps_of(output, size))
             assert "".join(pieces) == expected(smollm2(), byte_ids(data)[:1], output)
 
@@ -236,7 +242,6 @@ def costly_streams() -> Iterator[tuple[str, Counting, list[int]]]:
     )
     text = "Caching keys and values, \u6771\u4eac 👩\u200d👧. " * 200
     for tokenizer in (byte_level, sentencepiece, tiny):
-        assert isinstance(tokenizer, Counting)
         tokenizer.calls = []
     yield "byte-level text", byte_level, byte_level.encode(text)[:4000]
     yield "sentencepiece text", sentencepiece, sentencepiece.encode(text)[:4000]
@@ -262,7 +267,6 @@ def test_the_cost_of_an_id_is_constant() -> None:
 
 def test_a_long_prompt_costs_no_more_than_a_short_one() -> None:
     tokenizer = Counting.from_gguf(smollm2_metadata())
-    assert isinstance(tokenizer, Counting)
     tokenizer.calls = []
     IncrementalDetokenizer(tokenizer, smollm2().encode("word " * 10_000))
-    assert sum(tokenizer.calls) <= 40
+    assert sum(tokenizer.calls) <= 30

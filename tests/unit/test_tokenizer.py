@@ -1,19 +1,15 @@
-"""Tokenizers from GGUF metadata and from folders, against transformers and sentencepiece."""
+"""Tokenizers from GGUF metadata, against transformers and sentencepiece."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, models, pre_tokenizers, processors
 
 from cupaged.errors import NotSupportedError, PromptError, TokenizerError
 from cupaged.loading.pre_tokenizers import PRE_TOKENIZERS
@@ -188,6 +184,17 @@ def test_spm_space_prefix() -> None:
     assert spm().decode(spm().encode("a")) == "a"
 
 
+def test_spm_user_defined_spaces() -> None:
+    golden = spm_golden()
+    double, letter = golden["pieces"].index("\u2581\u2581"), golden["pieces"].index("s")
+    types = np.array(golden["types"], np.int32)
+    types[double] = 4
+    tokenizer = Tokenizer.from_gguf(spm_metadata(token_type=types, add_space_prefix=False))
+    # Merging alone would take the second space into a word.
+    assert tokenizer.encode("s  s", add_special_tokens=False) == [letter, double, letter]
+    assert tokenizer.decode([letter, double, letter]) == "s  s"
+
+
 def test_spm_byte_fallback_ids() -> None:
     assert spm().byte_fallback_ids == frozenset(range(3, 259))
     assert spm().decode([3 + 0xE6, 3 + 0x9D, 3 + 0xB1]) == "\u6771"
@@ -279,195 +286,3 @@ def test_ids_outside_the_vocabulary_decode_to_nothing() -> None:
     for ids in ([-1], [2**32]):
         with pytest.raises(PromptError, match="token ids must be integers from 0"):
             smollm2().decode(ids)
-
-
-# From a folder.
-
-
-def write_folder(
-    folder: Path, config: object = None, *, post_processor: bool = False, **files: object
-) -> Path:
-    """A folder of a tokenizer of words; `files` maps names, `__` for the dot, to their content."""
-    words = {"<s>": 0, "</s>": 1, "<unk>": 2, "a": 3, "b": 4, "<pad>": 5}
-    backend = tokenizers.Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.add_special_tokens(["<s>"])
-    if post_processor:
-        backend.post_processor = processors.TemplateProcessing(
-            single=["<s>:0", "$A"], special_tokens=[("<s>", 0)]
-        )
-    backend.enable_truncation(2)
-    backend.enable_padding(length=8)
-    backend.save(str(folder / "tokenizer.json"))
-    if config is not None:
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    for name, content in files.items():
-        path = folder / name.replace("__", ".")
-        path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return folder
-
-
-@pytest.mark.parametrize("post_processor", [False, True])
-@pytest.mark.parametrize("add_bos_token", [None, False, True])
-def test_the_post_processor_decides_on_bos(
-    tmp_path: Path, post_processor: bool, add_bos_token: bool | None
-) -> None:
-    # As transformers 5.24 does it: it drops `add_bos_token` where there is a `tokenizer.json`.
-    config = {"bos_token": "<s>"}
-    config |= {} if add_bos_token is None else {"add_bos_token": add_bos_token}
-    tokenizer = Tokenizer.from_folder(
-        write_folder(tmp_path, config, post_processor=post_processor)
-    )
-    assert tokenizer.encode("a b a") == ([0] if post_processor else []) + [3, 4, 3]
-    assert tokenizer.encode("a b a", add_special_tokens=False) == [3, 4, 3]
-    assert tokenizer.encode("") == ([0] if post_processor else [])
-    assert (tokenizer.bos_token, tokenizer.bos_token_id) == ("<s>", 0)
-
-
-def test_a_folder_without_configuration(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_folder(write_folder(tmp_path))
-    assert tokenizer.bos_token is None and tokenizer.bos_token_id is None
-    assert tokenizer.chat_template is None
-    assert tokenizer.special_ids == {0}
-    assert tokenizer.vocab_size == 6
-
-
-def test_named_tokens_become_special(tmp_path: Path) -> None:
-    config = {
-        "bos_token": {"content": "<s>", "lstrip": False},
-        "eos_token": "</s>",
-        "pad_token": "<not there>",
-        "additional_special_tokens": ["b", {"content": "<pad>"}],
-        "image_token": "<image>",
-        "sep_token": None,
-        "add_prefix_space": False,
-    }
-    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, config))
-    assert tokenizer.special_ids == {0, 1, 4, 5}
-    assert tokenizer.decode([3, 1, 3, 4]) == "a a"
-    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("</s>", 1)
-    assert (tokenizer.pad_token, tokenizer.vocab_size) == ("<not there>", 6)
-    assert tokenizer.special_tokens["image_token"] == "<image>"
-
-
-def test_special_tokens_map_counts_only_without_a_list_of_added_tokens(tmp_path: Path) -> None:
-    special = {"eos_token": "</s>"}
-    folder = write_folder(tmp_path, {"eos_token": "b"}, special_tokens_map__json=special)
-    assert Tokenizer.from_folder(folder).eos_token == "</s>"
-    config = {"eos_token": "b", "added_tokens_decoder": {}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert Tokenizer.from_folder(folder).eos_token == "b"
-
-
-def test_added_tokens_of_the_configuration(tmp_path: Path) -> None:
-    added = {"6": {"content": "<x>", "special": True}, "7": {"content": "<y>", "special": False}}
-    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, {"added_tokens_decoder": added}))
-    assert tokenizer.encode("a<x> <y>") == [3, 6, 7]
-    assert tokenizer.special_ids == {0, 6}
-    assert tokenizer.vocab_size == 8
-
-
-@pytest.mark.parametrize(
-    ("files", "default", "named"),
-    [
-        ({"config": {"chat_template": "C"}}, "C", {}),
-        (
-            {
-                "config": {
-                    "chat_template": [
-                        {"name": "default", "template": "C"},
-                        {"name": "rag", "template": "R"},
-                    ]
-                }
-            },
-            "C",
-            {"rag": "R"},
-        ),
-        ({"config": {"chat_template": "C"}, "chat_template__jinja": "J"}, "J", {}),
-        (
-            {"config": {"chat_template": "C"}, "chat_template__json": {"chat_template": "N"}},
-            "N",
-            {},
-        ),
-        (
-            {"chat_template__json": {"chat_template": "N"}, "chat_template__jinja": "J"},
-            "J",
-            {},
-        ),
-    ],
-)
-def test_where_the_chat_template_comes_from(
-    tmp_path: Path, files: dict[str, Any], default: str, named: dict[str, str]
-) -> None:
-    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, **files))
-    assert tokenizer.chat_template == default
-    assert tokenizer.named_templates == named
-
-
-def test_additional_chat_templates(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path, {"chat_template": "C"}, chat_template__jinja="J")
-    (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "rag.jinja").write_text("R")
-    tokenizer = Tokenizer.from_folder(folder)
-    assert (tokenizer.chat_template, tokenizer.named_templates) == ("J", {"rag": "R"})
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "named"),
-    [
-        ("tokenizer.json", b"", []),
-        ("tokenizer.json", b"{}", []),
-        ("tokenizer.json", b"\xff\xfe", []),
-        ("tokenizer_config.json", b"{", []),
-        ("tokenizer_config.json", b"[1]", ["[1]"]),
-        ("tokenizer_config.json", b"\xff", []),
-        ("tokenizer_config.json", b"[" * 100_000, []),
-        ("tokenizer_config.json", b'{"chat_template": 3}', ["chat_template", "3"]),
-        ("tokenizer_config.json", b'{"chat_template": [{"name": "x"}]}', ["chat_template"]),
-        ("tokenizer_config.json", b'{"added_tokens_decoder": 3}', ["added_tokens_decoder"]),
-        ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {}}}', ["added_tokens_decoder"]),
-        (
-            "tokenizer_config.json",
-            b'{"added_tokens_decoder": {"9": {"content": "<x>"}}}',
-            ["added_tokens_decoder", "'<x>'", "9", "6"],
-        ),
-        ("special_tokens_map.json", b"nothing", []),
-        ("chat_template.jinja", b"\xff", []),
-        ("chat_template.json", b"3", []),
-    ],
-)
-def test_damaged_files_are_named(
-    tmp_path: Path, name: str, content: bytes, named: list[str]
-) -> None:
-    write_folder(tmp_path)
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(TokenizerError) as caught:
-        Tokenizer.from_folder(tmp_path)
-    for part in [str(tmp_path / name), *named]:
-        assert part in str(caught.value)
-
-
-def test_what_lies_there_instead(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match=r"no tokenizer\.json"):
-        Tokenizer.from_folder(tmp_path)
-    (tmp_path / "tokenizer.model").write_bytes(b"\x0a")
-    with pytest.raises(NotSupportedError, match=r"tokenizer\.model without .*save_pretrained"):
-        Tokenizer.from_folder(tmp_path)
-
-
-def test_a_saved_gguf_tokenizer_is_the_same_from_a_folder(tmp_path: Path) -> None:
-    smollm2()._backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer.special_ids == smollm2().special_ids
-    for case in smollm2_golden()["tokenizer"]:
-        assert tokenizer.encode(case["text"]) == case["ids"]
-
-
-def test_an_added_token_stays_as_it_is_when_named(tmp_path: Path) -> None:
-    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
-    backend.add_tokens([AddedToken("</s>", lstrip=True, special=False)])
-    backend.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer.special_ids == {1}
-    assert tokenizer.encode("a   </s>") == [0, 1]  # the spaces still belong to the token

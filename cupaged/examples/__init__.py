@@ -1,0 +1,1 @@
+"""Small programs that show how cupaged is used. Each one is run by the tests."""

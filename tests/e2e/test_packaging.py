@@ -1,0 +1,69 @@
+"""The built wheel, in an empty environment and another folder, answers a prompt."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from cupaged import __version__
+from tests.tiny_models import TINY, write_hf_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Output of a command in a bare environment."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=kept, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from an sdist, as an installer would."""
+    out = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--outdir", out, ROOT, cwd=out)
+    (path,) = out.glob("*.whl")
+    return path
+
+
+def test_wheel_is_pure_and_whole(wheel: Path) -> None:
+    assert wheel.name == f"cupaged-{__version__}-py3-none-any.whl"
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {"cupaged/py.typed", "cupaged/models/llama.py", "cupaged/cuda/README.md"} <= names
+    assert all(name.startswith(("cupaged/", f"cupaged-{__version__}.dist-info/")) for name in names)
+    assert not any(name.startswith("cupaged/cuda/") and name.endswith(".py") for name in names)
+
+
+def test_wheel_generates_from_another_folder(wheel: Path, tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=True)
+    python = environment / "bin" / "python"
+    run(python, "-m", "pip", "install", "--quiet", wheel, cwd=tmp_path)
+    model = write_hf_folder(tmp_path / "model", TINY)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    command = environment / "bin" / "cupaged"
+    assert run(command, "--version", cwd=elsewhere).strip() == f"cupaged {__version__}"
+    arguments = (model, "-p", "the cat", "--max-tokens", "8", "--ignore-eos", "-v")
+    first = run(command, "generate", *arguments, cwd=elsewhere)
+    again = run(python, "-m", "cupaged", "generate", *arguments, cwd=elsewhere)
+    assert first == again != "\n"
+    where = run(python, "-c", "import cupaged.models as m; print(m.__file__)", cwd=elsewhere)
+    assert str(environment) in where
+
+
+def test_editable_checkout_finds_its_models(tmp_path: Path) -> None:
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import cupaged.models; "
+    code += "print(cupaged.models.__file__)"
+    where = run(sys.executable, "-c", code, cwd=tmp_path)
+    assert Path(where.strip()) == ROOT / "models" / "__init__.py"
