@@ -56,9 +56,7 @@ class ModelConfig:
             ("head_dim", "head_dim"),
             ("max_position_embeddings", "max_position_embeddings"),
         ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-                raise ConfigError(f"config.json: {key}", value, "an integer in [1, 2^31)")
+            _integer_or_fail(key, getattr(self, name))
         for name in ("rms_norm_eps", "rope_theta"):
             value = getattr(self, name)
             if not isinstance(value, float) or not math.isfinite(value) or value <= 0:
@@ -82,8 +80,8 @@ class ModelConfig:
             NotSupportedError: the model needs something this version does not build.
         """
         architectures = hf.get("architectures")
-        one = isinstance(architectures, list) and len(architectures) == 1
-        if not one or not isinstance(architectures[0], str):
+        names = architectures if isinstance(architectures, list) else []
+        if len(names) != 1 or not isinstance(names[0], str):
             raise ConfigError("config.json: architectures", architectures, "a list of one name")
         hidden_act = hf.get("hidden_act", "silu")
         if hidden_act not in ("silu", "swish"):
@@ -109,7 +107,7 @@ class ModelConfig:
             head_dim = hidden_size // num_heads
         eos = hf.get("eos_token_id")
         return cls(
-            architecture=architectures[0],
+            architecture=names[0],
             vocab_size=_needed(hf, "vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=_needed(hf, "intermediate_size"),
@@ -146,8 +144,8 @@ def _or(value: Any, default: Any) -> Any:
 
 
 def _integer_or_fail(key: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"config.json: {key}", value, "an integer >= 1")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+        raise ConfigError(f"config.json: {key}", value, "an integer in [1, 2^31)")
 
 
 def _number(key: str, value: object) -> float:
@@ -229,6 +227,11 @@ class EngineConfig:
     def max_blocks_per_seq(self) -> int:
         """Blocks that the longest sequence fills."""
         return -(-min(self.max_model_len, self.num_blocks * self.block_size) // self.block_size)
+
+    @property
+    def max_logits(self) -> int:
+        """Most rows of logits that one step needs."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def watermark_blocks(self) -> int:

@@ -19,7 +19,7 @@ from cupaged.engine.runner import ModelRunner
 from cupaged.errors import CapacityError, ConfigError, NotSupportedError
 from cupaged.loading.model_files import ModelFiles, load_model, open_model
 from cupaged.ops.numpy_ops import NumpyOps
-from cupaged.resources import available_memory_bytes, kv_blocks_for
+from cupaged.resources import kv_blocks_for, read_resources
 
 _logger = logging.getLogger(__name__)
 
@@ -110,18 +110,36 @@ class EngineArgs:
     def build(self) -> Engine:
         """Open the model, size the pool, read the weights, start the engine."""
         files = open_model(self.model, tokenizer=self.tokenizer)
-        available = available_memory_bytes()
+        available = read_resources().available_bytes
         if files.weight_bytes > available:
             raise CapacityError(
                 "model weights in bytes", files.weight_bytes, f"at most {available} (free memory)"
             )
-        config = self._engine_config(files, available - files.weight_bytes)
+        available -= files.weight_bytes
+        workspace = self._workspace_bytes(files)
+        if workspace > available:
+            raise CapacityError(
+                "workspace in bytes",
+                workspace,
+                f"at most {available} (free memory without the weights): lower "
+                f"max_num_batched_tokens={self.max_num_batched_tokens} "
+                f"or max_num_seqs={self.max_num_seqs}",
+            )
+        config = self._engine_config(files, available - workspace)
         ops = NumpyOps()
         specs = files.model_class.kv_cache_specs(files.config, self.block_size)
         model = load_model(files, ops, max_model_len=config.max_model_len)
         core = EngineCore(config, ModelRunner(model, specs, ops, config))
         _log_start(self, files, config, sum(spec.bytes_per_block for spec in specs))
         return Engine(core, files.tokenizer, eos_token_ids=files.eos_token_ids, seed=self.seed)
+
+    def _workspace_bytes(self, files: ModelFiles) -> int:
+        """Memory of the largest step: its buffers, hidden states and logits."""
+        widths = files.model_class.workspace_widths(files.config)
+        max_logits = min(self.max_num_seqs, self.max_num_batched_tokens)
+        logits = max_logits * (files.config.vocab_size + files.config.hidden_size)
+        size: int = self.max_num_batched_tokens * sum(widths.values()) + logits
+        return 4 * size
 
     def _engine_config(self, files: ModelFiles, available: int) -> EngineConfig:
         limit = files.config.max_position_embeddings

@@ -201,7 +201,9 @@ class LLM:
                 if not ready:
                     for request_id in unfinished:
                         if not self.engine.core.holds(request_id):
-                            raise EngineError(f"request {request_id} was lost in a step that failed")
+                            raise EngineError(
+                                f"request {request_id} was lost in a step that failed"
+                            )
                     for output in self.engine.step():
                         if output.request_id in self._outputs:
                             self._outputs[output.request_id].append(output)

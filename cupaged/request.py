@@ -49,6 +49,7 @@ class Request:
     __slots__ = (
         "arrival",
         "banned_token_ids",
+        "cancelled",
         "core",
         "max_tokens",
         "num_preemptions",
@@ -68,6 +69,12 @@ class Request:
         first = Sequence(self, 0, list(core.prompt_token_ids))
         first.num_pending_samples = core.params.n
         self.sequences: list[Sequence] = [first]
+        self.cancelled: dict[int, FinishReason] = {}  # samples that end as soon as they are forked
+
+    @property
+    def has_forked(self) -> bool:
+        """True when every sample has a sequence of its own."""
+        return self.sequences[0].num_pending_samples == 1
 
     @property
     def finished(self) -> bool:

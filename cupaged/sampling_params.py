@@ -91,7 +91,8 @@ class SamplingParams:
             is_neutral = isinstance(value, numbers.Real) and value == neutral
             if value is not None and not is_neutral:
                 raise NotSupportedError(
-                    f"{name} is not supported in this version; leave it at {neutral!r}"
+                    f"{name}={_shown(value)} is not supported in this version; "
+                    f"leave it at {neutral!r}"
                 )
         self._set("n", _integer("n", self.n, 1, MAX_SAMPLES))
         self._set("temperature", _real("temperature", self.temperature, 0.0, math.inf))
@@ -135,6 +136,13 @@ class SamplingParams:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r:.120}"
+    except ValueError:  # Python does not print integers of more than 4,300 digits
+        return f"<{type(value).__name__}>"
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:

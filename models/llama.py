@@ -28,7 +28,6 @@ class LlamaForCausalLM:
         self, config: ModelConfig, weights: Mapping[str, Any], ops: Ops, *, max_model_len: int
     ) -> None:
         self.config = config
-        self.hidden_size = config.hidden_size
         self._weights = weights
         self._ops = ops
         half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
@@ -87,10 +86,10 @@ class LlamaForCausalLM:
         spec = KVCacheSpec(0, c.num_kv_heads, c.head_dim, c.head_dim, "float32", block_size)
         return [spec] * c.num_layers
 
-    def workspace(self, max_tokens: int) -> dict[str, Array]:
-        """The buffers of a step, each [max_tokens, width]."""
-        c = self.config
-        widths = {
+    @staticmethod
+    def workspace_widths(c: ModelConfig) -> dict[str, int]:
+        """The buffers of a step: each is float32 [tokens of the step, width]."""
+        return {
             "residual": c.hidden_size,
             "normed": c.hidden_size,
             "projected": c.hidden_size,
@@ -99,22 +98,14 @@ class LlamaForCausalLM:
             "gate_up": 2 * c.intermediate_size,
             "activated": c.intermediate_size,
         }
-        return {
-            name: self._ops.empty((max_tokens, width), np.float32) for name, width in widths.items()
-        }
 
     def forward(
         self, step: StepContext, kv_caches: Sequence[KVCache], work: Mapping[str, Array]
     ) -> Array:
         """Hidden states after the last norm, [T, hidden_size], in the workspace."""
-        ops, w, eps, num_tokens = (
-            self._ops,
-            self._weights,
-            self.config.rms_norm_eps,
-            step.num_tokens,
-        )
+        ops, w, eps = self._ops, self._weights, self.config.rms_norm_eps
         residual, normed, projected, qkv, attended, gate_up, activated = (
-            work[name][:num_tokens]
+            work[name][: step.num_tokens]
             for name in (
                 "residual", "normed", "projected", "qkv", "attended", "gate_up", "activated"
             )

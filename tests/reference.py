@@ -37,8 +37,8 @@ def rms_norm(x: ArrayLike, weight: ArrayLike, eps: float) -> F64:
 def silu_mul(gate: ArrayLike, up: ArrayLike) -> F64:
     """`silu(gate) * up`, with `silu(g) = g / (1 + exp(-g))`."""
     g = _f64(gate)
-    # The logistic function by tanh: exp(-g) would overflow for a large negative g.
-    return g * (0.5 * (1.0 + np.tanh(0.5 * g))) * _f64(up)
+    with np.errstate(over="ignore"):  # exp(-g) = inf gives the right 0
+        return g / (1.0 + np.exp(-g)) * _f64(up)
 
 
 def rope(x: ArrayLike, positions: ArrayLike, theta: float) -> F64:

@@ -8,10 +8,11 @@ what goes in and out are plain dataclasses.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cupaged.config import EngineConfig
 from cupaged.engine.batch import StepPlan
@@ -26,6 +27,7 @@ from cupaged.errors import (
 )
 from cupaged.outputs import CoreOutput, EngineStats, FinishReason
 from cupaged.request import CoreRequest, Request, Sequence, SequenceStatus
+from cupaged.sampling_params import SamplingParams
 
 
 class EngineCore:
@@ -47,7 +49,9 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             max_blocks_per_seq=config.max_blocks_per_seq,
         )
-        self.scheduler = Scheduler(config, self.block_manager, policy or FirstComeFirstServed())
+        if policy is None:  # an empty policy is false
+            policy = FirstComeFirstServed()
+        self.scheduler = Scheduler(config, self.block_manager, policy)
         self._runner = runner
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[tuple[StepPlan, int]] = deque()
@@ -64,8 +68,8 @@ class EngineCore:
         """Check a request and queue it. On an error nothing has changed.
 
         Raises:
-            InvalidParameterError: the id is in use, `n` exceeds max_num_seqs, or a stop or EOS
-                token id is outside the vocabulary.
+            InvalidParameterError: the id is in use, `n` exceeds max_num_seqs, a stop or EOS token
+                id is outside the vocabulary, or another field cannot be served.
             PromptError: the prompt is empty, too long, or has ids outside the vocabulary.
             CapacityError: prompt and output can never fit into the KV pool.
         """
@@ -86,6 +90,8 @@ class EngineCore:
         request = self._requests.get(request_id)
         if request is None:
             return False
+        if index is not None and not request.has_forked:
+            return self._cancel(request, index, reason)
         ending = [s for s in request.unfinished() if index is None or s.index == index]
         for sequence in ending:
             self._finish(sequence, reason)
@@ -171,26 +177,28 @@ class EngineCore:
 
     # ---- inside --------------------------------------------------------------------------------
 
+    def _cancel(self, request: Request, index: int, reason: FinishReason) -> bool:
+        """Remember to end a sample when it is forked; the last one ends the request now."""
+        if index in request.cancelled or not 0 <= index < request.core.params.n:
+            return False
+        request.cancelled[index] = reason
+        if len(request.cancelled) == request.core.params.n:
+            self._finish(request.sequences[0], reason)
+            self._forget_if_finished(request)
+        return True
+
     def _check(self, core_request: CoreRequest) -> int:
         """Refuse what cannot be served; returns the most tokens that may be generated."""
         config, params = self.config, core_request.params
+        if not isinstance(core_request.request_id, str):
+            raise InvalidParameterError("request_id", core_request.request_id, "a string")
         if core_request.request_id in self._requests:
             raise InvalidParameterError(
                 "request_id", core_request.request_id, "different from all unfinished requests"
             )
-        if not core_request.prompt_token_ids:
-            raise PromptError("prompt", [], "at least one token")
-        prompt = np.asarray(core_request.prompt_token_ids)
-        if prompt.dtype.kind != "i" or prompt.ndim != 1:
-            raise PromptError("prompt_token_ids", core_request.prompt_token_ids, "integers")
-        outside = np.flatnonzero((prompt < 0) | (prompt >= config.vocab_size))
-        if outside.size:
-            position = int(outside[0])
-            raise PromptError(
-                f"prompt_token_ids[{position}]",
-                int(prompt[position]),
-                f"in [0, {config.vocab_size})",
-            )
+        if not isinstance(params, SamplingParams):
+            raise InvalidParameterError("params", params, "a SamplingParams")
+        prompt = _checked_prompt(core_request.prompt_token_ids, config.vocab_size)
         if len(prompt) >= config.max_model_len:
             raise PromptError(
                 "prompt length in tokens",
@@ -207,6 +215,16 @@ class EngineCore:
                     raise InvalidParameterError(
                         f"{name}[{i}]", token, f"in [0, {config.vocab_size})"
                     )
+        seed = core_request.seed
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+            raise InvalidParameterError("seed", seed, "an integer in [0, 2^64)")
+        ending = {*(params.stop_token_ids or ())}
+        if not params.ignore_eos:
+            ending.update(core_request.eos_token_ids)
+        if params.min_tokens and len(ending) >= config.vocab_size:
+            raise InvalidParameterError(
+                "min_tokens", params.min_tokens, "0 when every token ends the output"
+            )
         if params.n > config.max_num_seqs:
             raise InvalidParameterError(
                 "n", params.n, f"at most max_num_seqs={config.max_num_seqs}"
@@ -240,7 +258,7 @@ class EngineCore:
             yield
         except BaseException as error:
             self.scheduler.complete(plan)
-            for request in {e.sequence.request for e in plan.scheduled}:
+            for request in dict.fromkeys(e.sequence.request for e in plan.scheduled):
                 for sequence in request.unfinished():
                     self._finish(sequence, "error")
                 self._forget_if_finished(request)
@@ -260,7 +278,10 @@ class EngineCore:
             parent.num_pending_samples = 1
             siblings = [self.scheduler.fork(parent, i) for i in range(1, len(tokens))]
             for sequence, new_tokens in zip([parent, *siblings], tokens, strict=True):
-                outputs.append(self._append(sequence, new_tokens))
+                if sequence.index in parent.request.cancelled:
+                    self._finish(sequence, parent.request.cancelled.pop(sequence.index))
+                else:
+                    outputs.append(self._append(sequence, new_tokens))
             self._forget_if_finished(parent.request)
         return outputs
 
@@ -302,5 +323,25 @@ class EngineCore:
         self._finished[reason] += 1
 
     def _forget_if_finished(self, request: Request) -> None:
-        if request.finished:
-            self._requests.pop(request.core.request_id, None)
+        request_id = request.core.request_id
+        if request.finished and self._requests.get(request_id) is request:  # ids are used again
+            del self._requests[request_id]
+
+
+def _checked_prompt(token_ids: Iterable[int], vocab_size: int) -> NDArray[np.int64]:
+    """The prompt as an array; PromptError unless it is integers inside the vocabulary."""
+    try:
+        prompt = np.array(token_ids)
+    except ValueError:  # lists of unequal lengths
+        prompt = np.array(None)
+    if prompt.ndim == 1 and not len(prompt):
+        raise PromptError("prompt", [], "at least one token")
+    if prompt.ndim != 1 or prompt.dtype.kind != "i":
+        raise PromptError("prompt_token_ids", token_ids, f"integers in [0, {vocab_size})")
+    outside = np.flatnonzero((prompt < 0) | (prompt >= vocab_size))
+    if outside.size:
+        position = int(outside[0])
+        raise PromptError(
+            f"prompt_token_ids[{position}]", int(prompt[position]), f"in [0, {vocab_size})"
+        )
+    return prompt

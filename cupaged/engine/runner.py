@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cupaged.config import EngineConfig
+from cupaged.config import EngineConfig, ModelConfig
 from cupaged.engine.batch import Batch, SamplingBatch, StepPlan, build_batch
 from cupaged.ops import KVCache, KVCacheSpec, Ops, StepContext
 
@@ -46,12 +46,11 @@ class Runner(Protocol):
 class Model(Protocol):
     """What a file of `models/` provides, once it has its weights."""
 
-    @property
-    def hidden_size(self) -> int:
-        """Width of the hidden states."""
+    config: ModelConfig
 
-    def workspace(self, max_tokens: int) -> dict[str, Any]:
-        """Buffers for a step of at most `max_tokens` tokens."""
+    @staticmethod
+    def workspace_widths(config: ModelConfig) -> dict[str, int]:
+        """The buffers of a step: each is float32 [tokens of the step, width]."""
 
     def forward(self, step: StepContext, kv_caches: Sequence[KVCache], work: dict[str, Any]) -> Any:
         """Hidden states after the last norm, [num_tokens, hidden_size]."""
@@ -84,11 +83,10 @@ class ModelRunner:
         self._config = config
         self._sampler = sampler or ops.sample
         self._kv_caches = [ops.empty_kv_cache(s, config.num_blocks) for s in kv_cache_specs]
-        max_tokens = config.max_num_batched_tokens
-        max_logits = min(config.max_num_seqs, max_tokens)
-        self._work = model.workspace(max_tokens)
-        self._hidden = ops.empty((max_logits, model.hidden_size), np.float32)
-        self._logits = ops.empty((max_logits, config.vocab_size), np.float32)
+        widths, max_tokens = model.workspace_widths(model.config), config.max_num_batched_tokens
+        self._work = {name: ops.empty((max_tokens, n), np.float32) for name, n in widths.items()}
+        self._hidden = ops.empty((config.max_logits, model.config.hidden_size), np.float32)
+        self._logits = ops.empty((config.max_logits, config.vocab_size), np.float32)
         self._done: dict[int, StepOutput] = {}
 
     def submit(self, plan: StepPlan) -> int:

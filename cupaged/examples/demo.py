@@ -33,10 +33,10 @@ QUESTIONS = (
 )
 ABORTED = 6  # the long story is aborted after this many tokens:
 ABORT_AFTER_TOKENS = 12
-MAX_TOKENS = 28
+MAX_TOKENS = 24
 NEXT = (
     "{bin}cupaged chat",
-    '{bin}cupaged generate -p "Once upon a time" -p "The moon is" --max-tokens 40',
+    '{bin}cupaged generate -p "Once upon a time" --max-tokens 40',
     "make test",
 )
 

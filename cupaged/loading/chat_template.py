@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cupaged.errors import ChatTemplateError, PromptError
@@ -35,9 +34,8 @@ class ChatTemplate:
 
     Args:
         source: the Jinja text.
-        bos_token, eos_token: what the template sees under these names. Where a name is given
-            nowhere it is undefined, which prints as nothing.
-        special_tokens: further names, or all of them: `Tokenizer.special_tokens` fits.
+        bos_token, eos_token, special_tokens: what the template sees under these names; those of
+            `Tokenizer.special_tokens` fit. None leaves a name undefined, which prints as nothing.
         max_chars: the longest text a template may make.
         now: the clock behind `strftime_now`.
 
@@ -51,14 +49,12 @@ class ChatTemplate:
         *,
         bos_token: str | None = None,
         eos_token: str | None = None,
-        special_tokens: Mapping[str, str] = MappingProxyType({}),
         max_chars: int = _MAX_CHARS,
         now: Callable[[], datetime] = datetime.now,
+        **special_tokens: str | None,
     ) -> None:
-        self._special_tokens = dict(special_tokens)
-        for name, token in (("bos_token", bos_token), ("eos_token", eos_token)):
-            if token is not None:
-                self._special_tokens[name] = token
+        named = {"bos_token": bos_token, "eos_token": eos_token, **special_tokens}
+        self._special_tokens = {name: token for name, token in named.items() if token is not None}
         self._max_chars = max_chars
         self._template = _compile(_environment(max_chars, now), source)
 

@@ -36,7 +36,12 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
             raise NotSupportedError(
                 f"{file.path}: {name}.{key} other than the head size {head_dim} is not supported"
             )
-    scaling = file.metadata.get(f"{name}.rope.scaling.type", "none")
+    scaling = file.metadata.get(f"{name}.rope.scaling.type")
+    if scaling is None:  # then a factor, of either name, means linear scaling
+        factors = [
+            keys.real(f"{name}.rope.{key}", 1.0) for key in ("scaling.factor", "scale_linear")
+        ]
+        scaling = "none" if all(factor in (0.0, 1.0) for factor in factors) else "linear"
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{file.path}: tensor 'token_embd.weight' is missing")

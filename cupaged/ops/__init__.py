@@ -13,6 +13,8 @@ from typing import Any, Protocol, TypeAlias
 
 from cupaged.engine.batch import Batch, SamplingBatch
 
+BYTES_PER_ELEMENT = {"float32": 4, "float16": 2, "bfloat16": 2}
+
 Array: TypeAlias = Any  # an array of the device
 Weight: TypeAlias = Any  # a packed weight; made by `pack_weight`, read by `linear` and `embedding`
 
@@ -48,8 +50,9 @@ class KVCacheSpec:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of keys and values that one block of this layer takes (float32)."""
-        return self.block_size * self.num_kv_heads * (self.k_dim + self.v_dim) * 4
+        """Bytes of the keys and values of one block of this layer."""
+        size = BYTES_PER_ELEMENT[self.dtype]
+        return self.block_size * self.num_kv_heads * (self.k_dim + self.v_dim) * size
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,7 @@ class AttentionPlan:
         self.write_blocks, self.write_offsets = np.divmod(slots, block_size)
         num_new = np.diff(batch.query_start)
         kv_tile = max(KV_TILE, block_size)
+        assert kv_tile % block_size == 0, "a tile of keys is whole blocks"
         self.tiles = [
             _cut(batch, tables.block_table, sequences, width, kv_tile, block_size)
             for sequences, width in (

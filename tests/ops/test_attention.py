@@ -20,7 +20,7 @@ from tests import reference
 F32 = NDArray[np.float32]
 
 # (tokens with KV before the step, new tokens): what a sequence brings to the batch.
-DECODES = [(n, 1) for n in (0, 1, 62, 63, 64, 65, 126, 127, 128, 299)]
+DECODES = [(n, 1) for n in (0, 1, 30, 31, 32, 62, 63, 64, 65, 126, 127, 128, 299)]
 CHUNKS = [(0, 3), (0, 37), (5, 32), (60, 5), (63, 2), (64, 33), (127, 65), (255, 45)]
 MIXED = [(300, 1), (0, 7), (63, 1), (31, 33), (0, 1), (128, 1), (64, 64)]
 
@@ -38,7 +38,7 @@ class Case:
 
     @property
     def num_heads(self) -> int:
-        return self.qkv.shape[1] // self.spec.k_dim - 2 * self.spec.num_kv_heads
+        return int(self.qkv.shape[1]) // self.spec.k_dim - 2 * self.spec.num_kv_heads
 
     def tokens_of(self, sequence: int) -> slice:
         start = self.batch.query_start
@@ -204,9 +204,7 @@ def alone(case: Case, sequence: int) -> Case:
     """Only this sequence of the batch; its blocks stay where they are."""
     tokens, table = case.tokens_of(sequence), case.batch.groups[0].block_table
     context, new = int(case.batch.context_len[sequence]), tokens.stop - tokens.start
-    batch = make_batch(
-        [(context - new, new)], table[sequence : sequence + 1], case.spec.block_size
-    )
+    batch = make_batch([(context - new, new)], table[sequence : sequence + 1], case.spec.block_size)
     keys, values = [case.keys[sequence]], [case.values[sequence]]
     return replace(case, batch=batch, qkv=case.qkv[tokens], keys=keys, values=values)
 

@@ -26,7 +26,8 @@ MESSAGES = [
 def test_smollm2_equals_transformers() -> None:
     tokenizer = smollm2()
     assert tokenizer.chat_template is not None
-    template = ChatTemplate(tokenizer.chat_template, special_tokens=tokenizer.special_tokens)
+    special_tokens: dict[str, Any] = dict(tokenizer.special_tokens)
+    template = ChatTemplate(tokenizer.chat_template, **special_tokens)
     cases = smollm2_golden()["chat"]
     assert len(cases) == 4
     for case in cases:
@@ -118,9 +119,7 @@ def test_the_prompt_for_an_answer() -> None:
 
 def test_special_tokens_and_extra_names() -> None:
     source = "{{ bos_token }}{{ eos_token }}{{ image_token }}{{ tools | length }}"
-    template = ChatTemplate(
-        source, eos_token="</s>", special_tokens={"image_token": "<i>", "eos_token": "other"}
-    )
+    template = ChatTemplate(source, eos_token="</s>", image_token="<i>", bos_token=None)
     assert template.render(MESSAGES, tools=[1, 2]) == "</s><i>2"
     assert template.render(MESSAGES, tools=[], image_token="<j>") == "</s><j>0"
 

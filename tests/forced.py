@@ -1,0 +1,92 @@
+"""Logits of a model under given tokens: what it would have said, whatever it would have drawn.
+
+The engine runs as always, but for its sampler, which keeps the logits and draws what it was told to
+draw. So prompts, chunks, batches and preemption go through the code that serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupaged.config import EngineConfig
+from cupaged.engine.batch import SamplingBatch
+from cupaged.engine.core import EngineCore
+from cupaged.engine.runner import ModelRunner, Sampler
+from cupaged.loading.model_files import ModelFiles, load_model, open_model
+from cupaged.ops.numpy_ops import NumpyOps
+from cupaged.request import CoreRequest
+from cupaged.sampling_params import SamplingParams
+
+F32 = NDArray[np.float32]
+
+
+class RecordingSampler:
+    """Keeps the logits that `draw` is shown. Requests are told apart by their seeds, 0, 1, 2 ..."""
+
+    def __init__(self, num_requests: int, draw: Sampler) -> None:
+        self._draw = draw
+        self._logits: list[dict[int, F32]] = [{} for _ in range(num_requests)]
+
+    def __call__(self, logits: F32, sampling: SamplingBatch) -> Any:
+        for i, row in enumerate(sampling.logits_row):
+            position = int(sampling.output_position[i])
+            self._logits[int(sampling.seed[i])][position] = logits[row].copy()
+        return self._draw(logits, sampling)
+
+    def logits_of(self, request: int) -> F32:
+        """The logits before each output token, [num_output_tokens, vocab_size]."""
+        kept = self._logits[request]
+        return np.stack([kept[position] for position in range(len(kept))])
+
+
+class ForcedSampler:
+    """Draws `tokens[seed][output position]`."""
+
+    def __init__(self, tokens: Sequence[Sequence[int]]) -> None:
+        self._tokens = tokens
+
+    def __call__(self, logits: F32, sampling: SamplingBatch) -> NDArray[np.int32]:
+        drawn = zip(sampling.seed, sampling.output_position, strict=True)
+        return np.array([self._tokens[int(seed)][int(i)] for seed, i in drawn], np.int32)
+
+
+class LoadedModel:
+    """A model and its weights, to be run under several engine configurations."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.files: ModelFiles = open_model(path)
+        self.ops = NumpyOps()
+        length = self.files.config.max_position_embeddings
+        self.model: Any = load_model(self.files, self.ops, max_model_len=length)
+
+    def core(self, *, sampler: Sampler | None = None, **limits: Any) -> EngineCore:
+        """An engine core of its own KV pool. `limits` are fields of `EngineConfig`."""
+        fields = {"num_blocks": 256, "max_model_len": 1024, **limits}
+        config = EngineConfig(vocab_size=self.files.config.vocab_size, **fields)
+        specs = self.files.model_class.kv_cache_specs(self.files.config, config.block_size)
+        runner = ModelRunner(self.model, specs, self.ops, config, sampler=sampler)
+        return EngineCore(config, runner)
+
+    def forced_logits(
+        self, runs: Sequence[tuple[Sequence[int], Sequence[int]]], **limits: int
+    ) -> list[F32]:
+        """Logits before each forced token, [len(forced), vocab_size], of all runs in one batch.
+
+        Args:
+            runs: prompt ids and the tokens to draw after them.
+        """
+        sampler = RecordingSampler(len(runs), ForcedSampler([forced for _, forced in runs]))
+        core = self.core(sampler=sampler, **limits)
+        for i, (prompt, forced) in enumerate(runs):
+            params = SamplingParams(temperature=0, max_tokens=len(forced), ignore_eos=True)
+            core.add_request(CoreRequest(str(i), tuple(prompt), params, seed=i))
+        while core.has_unfinished_requests:
+            core.step()
+            core.audit()
+        assert core.stats().num_used_blocks == 0
+        return [sampler.logits_of(i) for i in range(len(runs))]

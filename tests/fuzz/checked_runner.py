@@ -1,0 +1,116 @@
+"""A runner that looks at every plan before it is computed, and fails when it is told to."""
+
+from __future__ import annotations
+
+from cupaged.config import EngineConfig
+from cupaged.engine.batch import ScheduledSequence, StepPlan
+from cupaged.engine.block_manager import UNUSED
+from cupaged.engine.core import EngineCore
+from cupaged.engine.hash_runner import HashRunner
+from cupaged.engine.runner import StepOutput
+from cupaged.request import Sequence, SequenceStatus
+
+
+class PlantedError(RuntimeError):
+    """A failure that a trace asked for."""
+
+
+class CheckedRunner:
+    """Hands plans on to a `HashRunner`, at once or, `deferred`, as late as a device may.
+
+    `core` must be set before the first step. `failed_plan` is the last plan that failed.
+    """
+
+    core: EngineCore
+
+    def __init__(self, inner: HashRunner, config: EngineConfig, *, deferred: bool) -> None:
+        self._inner = inner
+        self._config = config
+        self._deferred = deferred
+        self._in_flight: dict[int, StepPlan] = {}
+        self._tables: dict[int, list[list[int]]] = {}  # as they were when the step was submitted
+        self._computed: dict[Sequence, int] = {}  # tokens of it that were given to a step
+        self._fail_at_submit = False
+        self._fail_at_collect = False
+        self.failed_plan: StepPlan | None = None
+
+    def fail_next(self, *, at_submit: bool) -> None:
+        """Fail once, at the next `submit` or `collect`."""
+        self._fail_at_submit |= at_submit
+        self._fail_at_collect |= not at_submit
+
+    def blocks_in_flight(self) -> set[int]:
+        """Blocks that a step in flight reads or writes."""
+        copied = {block for p in self._in_flight.values() for pair in p.copies for block in pair}
+        rows = (row for table in self._tables.values() for row in table)
+        return copied.union(*rows) - {UNUSED}
+
+    def submit(self, plan: StepPlan) -> int:
+        """Check the plan and compute it now or later."""
+        self._check(plan)
+        if self._fail_at_submit:
+            self._fail_at_submit, self.failed_plan = False, plan
+            raise PlantedError
+        self._in_flight[plan.step_id] = plan
+        self._tables[plan.step_id] = plan.block_tables[0].tolist()
+        if not self._deferred:
+            self._inner.submit(plan)
+        return plan.step_id
+
+    def collect(self, handle: int) -> StepOutput:
+        """The tokens of the oldest step."""
+        assert handle == min(self._in_flight), "steps are collected out of order"
+        plan = self._in_flight.pop(handle)
+        assert plan.block_tables[0].tolist() == self._tables.pop(handle), (
+            "a table changed in flight"
+        )
+        if self._deferred and not self._fail_at_collect:
+            self._inner.submit(plan)
+        output = None if self._deferred and self._fail_at_collect else self._inner.collect(handle)
+        if self._fail_at_collect or output is None:
+            self._fail_at_collect, self.failed_plan = False, plan
+            raise PlantedError
+        return output
+
+    def _check(self, plan: StepPlan) -> None:
+        config, running = self._config, self.core.scheduler.running
+        assert len(self._in_flight) < config.max_steps_in_flight, "too many steps in flight"
+        assert plan.scheduled, "an empty step"
+        assert plan.num_tokens <= config.max_num_batched_tokens, "over the token budget"
+        assert sum(s.num_pending_samples for s in running) <= config.max_num_seqs, "too many run"
+        assert {*running} >= {e.sequence for e in plan.scheduled}, "what is planned does not run"
+        assert not {*plan.preempted} & {e.sequence for e in plan.scheduled}, "planned and preempted"
+        for sequence in plan.preempted:
+            self._computed[sequence] = 0
+        written: list[int] = []
+        for entry, row in zip(plan.scheduled, plan.block_tables[0].tolist(), strict=True):
+            self._check_entry(entry)
+            blocks = self.core.block_manager.blocks_of(entry.sequence.order)
+            needed = -(-entry.sequence.num_tokens // config.block_size)
+            assert len(blocks) >= needed, "a sequence runs before all of it fits"
+            used = -(-(entry.start + entry.num_tokens) // config.block_size)
+            assert row[:used] == blocks[:used], "the plan's block table is not the sequence's"
+            written += blocks[entry.start // config.block_size : used]
+        self._check_blocks(plan, written)
+
+    def _check_entry(self, entry: ScheduledSequence) -> None:
+        sequence, end = entry.sequence, entry.start + entry.num_tokens
+        first = sequence.request.num_prompt_tokens if sequence.index else 0
+        assert sequence.status is SequenceStatus.RUNNING
+        assert entry.num_tokens >= 1, "a query without tokens"
+        assert end <= sequence.num_tokens, "tokens that are not there yet"
+        assert entry.start == self._computed.get(sequence, first), "tokens are left out or repeated"
+        samples = sequence.num_pending_samples if end == sequence.num_tokens else 0
+        assert entry.num_samples == samples, "the wrong number of samples"
+        for other in self._in_flight.values():
+            assert all(e.sequence is not sequence for e in other.scheduled), "in flight twice"
+        self._computed[sequence] = end
+
+    def _check_blocks(self, plan: StepPlan, written: list[int]) -> None:
+        sources = [source for source, _ in plan.copies]
+        private = [destination for _, destination in plan.copies]
+        assert len(written) == len(set(written)), "two sequences write one block"
+        assert (self.core.block_manager.ref_counts[written] == 1).all(), "a shared block is written"
+        assert len(private) == len(set(private)), "two copies go to one block"
+        assert not set(private) & set(sources), "a destination is also a source"
+        assert set(private) <= set(written), "a copy that nobody writes"

@@ -1,0 +1,176 @@
+"""The flat arrays of a step, worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupaged.engine.batch import (
+    MAX_TEMPERATURE,
+    MAX_TOP_K,
+    Batch,
+    ScheduledSequence,
+    StepPlan,
+    build_batch,
+)
+from cupaged.request import CoreRequest, Request, Sequence
+from cupaged.sampling_params import SamplingParams
+
+BLOCK_SIZE = 4
+
+
+def sequence_of(
+    prompt: tuple[int, ...],
+    output: tuple[int, ...] = (),
+    *,
+    index: int = 0,
+    seed: int = 0,
+    eos: tuple[int, ...] = (),
+    **params: Any,
+) -> Sequence:
+    core = CoreRequest("a", prompt, SamplingParams(**params), eos, seed)
+    sequence = Request(core, arrival=0, max_tokens=99).sequences[0]
+    sequence.index = index
+    sequence.token_ids += output
+    return sequence
+
+
+def plan_of(*entries: tuple[Sequence, int, int, int], table: list[list[int]]) -> StepPlan:
+    scheduled = [ScheduledSequence(*entry) for entry in entries]
+    return StepPlan(7, scheduled, block_tables=(np.array(table, np.int32),))
+
+
+def mixed() -> Batch:
+    """A decode at position 4, a chunk [2, 5) of 6 tokens, a whole prompt of 2 with 3 samples."""
+    decode = sequence_of((10, 11, 12), (13, 14), index=2, seed=2**64 - 1, temperature=0.5)
+    chunk = sequence_of((20, 21, 22, 23, 24, 25), seed=1)
+    prompt = sequence_of((30, 31), n=3, seed=2, top_k=3, top_p=0.25)
+    plan = plan_of(
+        (decode, 4, 1, 1), (chunk, 2, 3, 0), (prompt, 0, 2, 3), table=[[5, 2], [0, 9], [7, -1]]
+    )
+    plan.copies = [(3, 2), (4, 6)]
+    return build_batch(plan, BLOCK_SIZE)
+
+
+def test_tokens_positions_and_slots() -> None:
+    batch = mixed()
+    assert (batch.num_tokens, batch.num_seqs) == (6, 3)
+    assert batch.token_ids.tolist() == [14, 22, 23, 24, 30, 31]
+    assert batch.positions.tolist() == [4, 2, 3, 4, 0, 1]
+    assert batch.query_start.tolist() == [0, 1, 4, 6]
+    assert batch.context_len.tolist() == [5, 5, 2]
+    (group,) = batch.groups
+    assert group.block_table.tolist() == [[5, 2], [0, 9], [7, -1]]
+    assert group.slot_mapping.tolist() == [8, 2, 3, 36, 28, 29]
+    assert batch.copies.tolist() == [[3, 2], [4, 6]]
+
+
+def test_draws() -> None:
+    batch = mixed()
+    sampling = batch.sampling
+    assert batch.logits_tokens.tolist() == [0, 5]  # the chunk in the middle needs no logits
+    assert sampling.logits_row.tolist() == [0, 1, 1, 1]
+    assert sampling.seed.tolist() == [2**64 - 1, 2, 2, 2]
+    assert sampling.sample_index.tolist() == [2, 0, 1, 2]
+    assert sampling.output_position.tolist() == [2, 0, 0, 0]
+    assert sampling.temperature.tolist() == [0.5, 1.0, 1.0, 1.0]
+    assert sampling.top_k.tolist() == [0, 3, 3, 3]
+    assert sampling.top_p.tolist() == [1.0, 0.25, 0.25, 0.25]
+    assert sampling.banned.shape == (0, 2)
+
+
+def test_dtypes_are_those_of_the_kernels() -> None:
+    batch = mixed()
+    (group,) = batch.groups
+    int32 = [
+        batch.token_ids,
+        batch.positions,
+        batch.query_start,
+        batch.context_len,
+        batch.copies,
+        batch.logits_tokens,
+        group.block_table,
+        batch.sampling.logits_row,
+        batch.sampling.top_k,
+        batch.sampling.sample_index,
+        batch.sampling.output_position,
+        batch.sampling.banned,
+    ]
+    assert {a.dtype for a in int32} == {np.dtype(np.int32)}
+    assert group.slot_mapping.dtype == np.int64
+    assert batch.sampling.seed.dtype == np.uint64
+    assert batch.sampling.temperature.dtype == batch.sampling.top_p.dtype == np.float32
+
+
+def test_a_step_without_draws_has_empty_arrays() -> None:
+    chunk = sequence_of((1, 2, 3, 4, 5))
+    batch = build_batch(plan_of((chunk, 0, 4, 0), table=[[3]]), BLOCK_SIZE)
+    assert batch.groups[0].slot_mapping.tolist() == [12, 13, 14, 15]
+    assert batch.logits_tokens.tolist() == []
+    for name in ("logits_row", "temperature", "top_p", "top_k", "seed", "output_position"):
+        assert getattr(batch.sampling, name).shape == (0,)
+    assert batch.copies.shape == batch.sampling.banned.shape == (0, 2)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 8])
+def test_slots_at_the_edges_of_blocks(block_size: int) -> None:
+    """Blocks in falling order, so that a slot tells which block and which offset it is."""
+    sequence = sequence_of(tuple(range(9)))
+    blocks = list(range(20, 20 - -(-9 // block_size), -1))
+    batch = build_batch(plan_of((sequence, 3, 6, 1), table=[blocks]), block_size)
+    assert batch.positions.tolist() == [3, 4, 5, 6, 7, 8]
+    assert (
+        batch.groups[0].slot_mapping.tolist()
+        == {
+            1: [17, 16, 15, 14, 13, 12],
+            2: [39, 36, 37, 34, 35, 32],
+            4: [83, 76, 77, 78, 79, 72],
+            8: [163, 164, 165, 166, 167, 152],
+        }[block_size]
+    )
+
+
+def test_the_arrays_do_not_follow_what_happens_later() -> None:
+    sequence = sequence_of((1, 2, 3), min_tokens=1, stop_token_ids=[9])
+    batch = build_batch(plan_of((sequence, 0, 3, 1), table=[[3]]), BLOCK_SIZE)
+    sequence.token_ids += [4, 5]
+    sequence.num_computed_tokens = 3
+    assert batch.token_ids.tolist() == [1, 2, 3]
+    assert batch.sampling.output_position.tolist() == [0]
+
+
+def test_rows_of_a_batch_do_not_share_their_limits() -> None:
+    greedy = sequence_of((1,), temperature=0.0)
+    others = [sequence_of((1,), top_k=top_k) for top_k in (3, -1, 0, 9_999_999, 2**62)]
+    entries = [(s, 0, 1, 1) for s in (greedy, *others)]
+    batch = build_batch(plan_of(*entries, table=[[i] for i in range(6)]), BLOCK_SIZE)
+    assert batch.sampling.top_k.tolist() == [0, 3, 0, 0, 9_999_999, MAX_TOP_K]
+    assert batch.sampling.temperature.tolist() == [0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "used"),
+    [(0.0, 0.0), (9e-6, 0.0), (1.0, 1.0), (1e308, MAX_TEMPERATURE), (5e-324, 0.0)],
+)
+def test_temperatures_fit_float32(temperature: float, used: float) -> None:
+    sequence = sequence_of((1,), temperature=temperature)
+    batch = build_batch(plan_of((sequence, 0, 1, 1), table=[[0]]), BLOCK_SIZE)
+    assert batch.sampling.temperature.tolist() == [used]
+
+
+def test_ending_tokens_are_banned_until_min_tokens_are_there() -> None:
+    def banned(num_output: int, **params: Any) -> list[list[int]]:
+        chunk = sequence_of((1, 2))
+        free = sequence_of((1, 2), stop_token_ids=[5])
+        held = sequence_of((1, 2), (3,) * num_output, eos=(7, 9), min_tokens=2, **params)
+        end = held.num_tokens
+        entries = (chunk, 0, 1, 0), (free, 0, 2, 1), (held, 0, end, 1)
+        batch = build_batch(plan_of(*entries, table=[[0, 1], [2, 3], [4, 5]]), BLOCK_SIZE)
+        return sorted(batch.sampling.banned.tolist())
+
+    assert banned(0) == [[1, 7], [1, 9]]  # row 1 of the logits: the chunk has none
+    assert banned(1, stop_token_ids=[9, 4]) == [[1, 4], [1, 7], [1, 9]]
+    assert banned(1, stop_token_ids=[4], ignore_eos=True) == [[1, 4]]
+    assert banned(2, stop_token_ids=[4]) == []
