@@ -12,8 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupaged.errors import ConfigError, ModelError, NotSupportedError
+from cupaged.json_values import flag, integer, number
+from cupaged.rope import RopeConfig
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # kernels take 8 and more
+
+# What transformers assumes where the config.json of a family leaves out a key. Only the families
+# that are named here with a window have one; the others ignore the key.
+_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +31,8 @@ class ModelConfig:
     Attributes:
         architecture: class name as in `config.json`, e.g. "LlamaForCausalLM".
         head_dim: elements of one head; num_heads * head_dim need not be hidden_size.
-        max_position_embeddings: the longest context the model was made for, in tokens.
+        max_position_embeddings: as config.json has it; `max_context` is what can be served.
+        sliding_window: each token sees itself and that many less one before it; None for all.
         tie_word_embeddings: the output head is the embedding matrix.
         attention_bias, mlp_bias: the linear layers there have biases.
         eos_token_ids: ids that end a text, as config.json names them.
@@ -38,8 +47,9 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
+    rope: RopeConfig
     max_position_embeddings: int
+    sliding_window: int | None = None
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
@@ -56,11 +66,11 @@ class ModelConfig:
             ("head_dim", "head_dim"),
             ("max_position_embeddings", "max_position_embeddings"),
         ):
-            _integer_or_fail(key, getattr(self, name))
-        for name in ("rms_norm_eps", "rope_theta"):
-            value = getattr(self, name)
-            if not isinstance(value, float) or not math.isfinite(value) or value <= 0:
-                raise ConfigError(f"config.json: {name}", value, "a finite number > 0")
+            integer(f"config.json: {key}", getattr(self, name))
+        if self.sliding_window is not None:
+            integer("config.json: sliding_window", self.sliding_window)
+        if not 0 < self.rms_norm_eps < math.inf:
+            raise ConfigError("config.json: rms_norm_eps", self.rms_norm_eps, "a finite number > 0")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 "config.json: num_key_value_heads",
@@ -69,6 +79,26 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError("config.json: head_dim", self.head_dim, "even (RoPE turns pairs)")
+        count = len(self.rope.frequency_factors)
+        if count not in (0, self.head_dim // 2):
+            raise ConfigError(
+                "RoPE frequency factors", count, f"head_dim / 2 = {self.head_dim // 2}"
+            )
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of a sequence: what the RoPE reaches, and no more than the window, since
+        attention is not windowed."""
+        limit = self.rope.max_context(self.max_position_embeddings)
+        return min(limit, self.sliding_window or limit)
+
+    @property
+    def default_context(self) -> int:
+        """Tokens of a sequence when nothing is asked for: `max_context`, but for a "dynamic" RoPE
+        the context up to which it leaves all as it was trained."""
+        if self.rope.rope_type == "dynamic":
+            return min(self.max_context, self.max_position_embeddings)
+        return self.max_context
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
@@ -83,6 +113,8 @@ class ModelConfig:
         names = architectures if isinstance(architectures, list) else []
         if len(names) != 1 or not isinstance(names[0], str):
             raise ConfigError("config.json: architectures", architectures, "a list of one name")
+        defaults = _FAMILY_DEFAULTS.get(names[0], {})
+        hf = {**defaults, **hf}
         hidden_act = hf.get("hidden_act", "silu")
         if hidden_act not in ("silu", "swish"):
             raise NotSupportedError(f"hidden_act={hidden_act!r} is not supported; only 'silu' is")
@@ -96,8 +128,8 @@ class ModelConfig:
         hidden_size = _needed(hf, "hidden_size")
         head_dim = hf.get("head_dim")
         if head_dim is None:
-            _integer_or_fail("num_attention_heads", num_heads)
-            _integer_or_fail("hidden_size", hidden_size)
+            integer("config.json: num_attention_heads", num_heads)
+            integer("config.json: hidden_size", hidden_size)
             if hidden_size % num_heads:
                 raise ConfigError(
                     "config.json: hidden_size",
@@ -105,7 +137,8 @@ class ModelConfig:
                     f"a multiple of num_attention_heads={num_heads} when head_dim is not given",
                 )
             head_dim = hidden_size // num_heads
-        eos = hf.get("eos_token_id")
+        max_positions = _needed(hf, "max_position_embeddings")
+        integer("config.json: max_position_embeddings", max_positions)
         return cls(
             architecture=names[0],
             vocab_size=_needed(hf, "vocab_size"),
@@ -115,13 +148,14 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=_or(hf.get("num_key_value_heads"), num_heads),
             head_dim=head_dim,
-            rms_norm_eps=_number("rms_norm_eps", hf.get("rms_norm_eps", 1e-6)),
-            rope_theta=_rope_theta(hf),
-            max_position_embeddings=_needed(hf, "max_position_embeddings"),
+            rms_norm_eps=number("config.json: rms_norm_eps", hf.get("rms_norm_eps", 1e-6)),
+            rope=RopeConfig.from_hf(hf, max_positions),
+            max_position_embeddings=max_positions,
+            sliding_window=hf.get("sliding_window") if "sliding_window" in defaults else None,
             tie_word_embeddings=_flag(hf, "tie_word_embeddings"),
             attention_bias=_flag(hf, "attention_bias"),
             mlp_bias=_flag(hf, "mlp_bias"),
-            eos_token_ids=token_id_tuple("config.json: eos_token_id", eos),
+            eos_token_ids=token_id_tuple("config.json: eos_token_id", hf.get("eos_token_id")),
         )
 
 
@@ -143,41 +177,8 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _integer_or_fail(key: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-        raise ConfigError(f"config.json: {key}", value, "an integer in [1, 2^31)")
-
-
-def _number(key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"config.json: {key}", value, "a number")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ConfigError(f"config.json: {key}", value, "a finite number") from None
-
-
 def _flag(hf: Mapping[str, Any], key: str) -> bool:
-    value = _or(hf.get(key), False)
-    if not isinstance(value, bool):
-        raise ConfigError(f"config.json: {key}", value, "true or false")
-    return value
-
-
-def _rope_theta(hf: Mapping[str, Any]) -> float:
-    """RoPE base from `rope_parameters` (v5) or `rope_theta` and `rope_scaling` (v4)."""
-    parameters = hf.get("rope_parameters") or {}
-    scaling = hf.get("rope_scaling") or {}
-    for key, table in (("rope_parameters", parameters), ("rope_scaling", scaling)):
-        if not isinstance(table, Mapping):
-            raise ConfigError(f"config.json: {key}", table, "an object")
-        kind = table.get("rope_type", table.get("type", "default"))
-        if kind != "default":
-            raise NotSupportedError(f"{key} of type {kind!r} is not supported; only 'default' is")
-    partial = parameters.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
-    if partial not in (None, 1, 1.0):
-        raise NotSupportedError(f"partial_rotary_factor={partial!r} is not supported; only 1 is")
-    return _number("rope_theta", _or(parameters.get("rope_theta"), hf.get("rope_theta", 10000.0)))
+    return flag(f"config.json: {key}", _or(hf.get(key), False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +194,11 @@ class EngineConfig:
         max_num_batched_tokens: most tokens that a step computes.
         watermark: share of the pool that admitting a sequence leaves free while others run, so
             that these can grow without preempting it at once.
+        long_prefill_token_threshold: most tokens of one sequence in a step, so that a long prompt
+            leaves room for others; 0 for no such limit.
+        max_num_queued_reqs, max_num_queued_tokens: most requests that wait, and prompt tokens of
+            requests that wait; None for no limit. Preempted sequences do not count.
+        max_logprobs: most logprobs a request may ask for, per token.
         max_steps_in_flight: steps submitted before the first of them is collected.
     """
 
@@ -203,6 +209,10 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     watermark: float = 0.01
+    long_prefill_token_threshold: int = 0
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    max_logprobs: int = 20
     max_steps_in_flight: int = 1
 
     def __post_init__(self) -> None:
@@ -222,6 +232,23 @@ class EngineConfig:
         number = isinstance(self.watermark, int | float) and not isinstance(self.watermark, bool)
         if not number or not 0 <= self.watermark < 1:
             raise ConfigError("watermark", self.watermark, "a number in [0, 1)")
+        for name in (
+            "long_prefill_token_threshold",
+            "max_num_queued_reqs",
+            "max_num_queued_tokens",
+            "max_logprobs",
+        ):
+            value = getattr(self, name)
+            if value is None and name.startswith("max_num_queued"):
+                continue
+            low = 1 if name.startswith("max_num_queued") else 0
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
+                raise ConfigError(name, value, f"an integer in [{low}, 2^31)")
+
+    @property
+    def max_chunk(self) -> int:
+        """Most tokens of one sequence in a step."""
+        return self.long_prefill_token_threshold or self.max_num_batched_tokens
 
     @property
     def max_blocks_per_seq(self) -> int:

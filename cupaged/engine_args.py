@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import difflib
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from cupaged.config import EngineConfig
+from cupaged.config import EngineConfig, ModelConfig
 from cupaged.engine.core import EngineCore
 from cupaged.engine.engine import Engine
 from cupaged.engine.runner import ModelRunner
+from cupaged.engine.scheduling_policy import make_policy
 from cupaged.errors import CapacityError, ConfigError, NotSupportedError
 from cupaged.loading.model_files import ModelFiles, load_model, open_model
+from cupaged.ops.blas import use_threads
 from cupaged.ops.numpy_ops import NumpyOps
-from cupaged.resources import kv_blocks_for, read_resources
+from cupaged.resources import Resources, kv_blocks_for, read_resources
 
 _logger = logging.getLogger(__name__)
 
@@ -27,9 +30,8 @@ DEVICE_BLOCK_SIZES = (8, 16, 32, 64, 128)
 NOT_BUILT = frozenset(
     {
         "served_model_name", "revision", "kv_cache_dtype", "quantization", "load_format",
-        "enforce_eager", "enable_prefix_caching", "gpu_memory_utilization", "max_num_queued_reqs",
-        "max_num_queued_tokens", "long_prefill_token_threshold", "enable_chunked_prefill",
-        "scheduling_policy", "stream_interval", "max_logprobs", "speculative_config",
+        "enforce_eager", "enable_prefix_caching", "gpu_memory_utilization",
+        "enable_chunked_prefill", "stream_interval", "speculative_config",
         "tensor_parallel_size", "generation_config", "disable_log_stats", "swap_space",
         "preemption_mode",
     }
@@ -47,7 +49,8 @@ class EngineArgs:
         device: "cpu", or "auto", which is the same in this version.
         dtype: "float32", or "auto", which is the same on `cpu`.
         seed: draws the seeds of requests that bring none.
-        max_model_len: most tokens of a sequence; by default the model's own limit.
+        max_model_len: most tokens of a sequence; by default the model's own limit, and no more
+            than its attention window.
         block_size: tokens of a KV block: 8, 16, 32, 64 or 128.
         num_gpu_blocks_override: KV blocks in the pool, whatever the memory (on any device).
         kv_cache_memory_bytes: bytes of the KV pool; by default what max_num_seqs sequences of
@@ -55,6 +58,13 @@ class EngineArgs:
         max_num_seqs: most sequences that run at the same time.
         max_num_batched_tokens: most tokens that one step computes.
         watermark: share of the pool that admitting a sequence leaves free while others run.
+        scheduling_policy: "fcfs", or "priority" (lower first, with bounded waiting).
+        long_prefill_token_threshold: most tokens of one sequence in a step; 0 for no such limit.
+        max_num_queued_reqs, max_num_queued_tokens: most requests that wait, and prompt tokens of
+            requests that wait; None for no limit.
+        max_logprobs: most logprobs a request may ask for, per token.
+        threads: threads of matrix products, for the whole process; by default as many as there are
+            cores in the container, or what OPENBLAS_NUM_THREADS or OMP_NUM_THREADS says.
     """
 
     model: str | Path | None = None
@@ -69,10 +79,17 @@ class EngineArgs:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     watermark: float = 0.01
+    scheduling_policy: str = "fcfs"
+    long_prefill_token_threshold: int = 0
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    max_logprobs: int = 20
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         _choose("device", self.device, "cpu", not_built=("cuda", "emulated"))
         _choose("dtype", self.dtype, "float32", not_built=("float16", "bfloat16", "half"))
+        make_policy(self.scheduling_policy)  # refuses an unknown one
         if self.block_size not in DEVICE_BLOCK_SIZES:
             raise ConfigError("block_size", self.block_size, f"one of {DEVICE_BLOCK_SIZES}")
         for name, low in (
@@ -82,9 +99,10 @@ class EngineArgs:
             ("kv_cache_memory_bytes", 1),
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
+            ("threads", 1),
         ):
             value = getattr(self, name)
-            if value is None and name.startswith(("max_model", "num_gpu", "kv_")):
+            if value is None and name.startswith(("max_model", "num_gpu", "kv_", "threads")):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ConfigError(name, value, f"an integer >= {low}")
@@ -110,7 +128,8 @@ class EngineArgs:
     def build(self) -> Engine:
         """Open the model, size the pool, read the weights, start the engine."""
         files = open_model(self.model, tokenizer=self.tokenizer)
-        available = read_resources().available_bytes
+        resources = read_resources()
+        available = resources.available_bytes
         if files.weight_bytes > available:
             raise CapacityError(
                 "model weights in bytes", files.weight_bytes, f"at most {available} (free memory)"
@@ -126,11 +145,15 @@ class EngineArgs:
                 f"or max_num_seqs={self.max_num_seqs}",
             )
         config = self._engine_config(files, available - workspace)
+        threads = use_threads(self.threads, resources.cores)
         ops = NumpyOps()
         specs = files.model_class.kv_cache_specs(files.config, self.block_size)
         model = load_model(files, ops, max_model_len=config.max_model_len)
-        core = EngineCore(config, ModelRunner(model, specs, ops, config))
-        _log_start(self, files, config, sum(spec.bytes_per_block for spec in specs))
+        policy = make_policy(self.scheduling_policy)
+        core = EngineCore(config, ModelRunner(model, specs, ops, config), policy=policy)
+        bytes_per_block = sum(spec.bytes_per_block for spec in specs)
+        for line in _start_lines(files, config, resources, threads, bytes_per_block, workspace):
+            _logger.info("%s", line)
         return Engine(core, files.tokenizer, eos_token_ids=files.eos_token_ids, seed=self.seed)
 
     def _workspace_bytes(self, files: ModelFiles) -> int:
@@ -141,11 +164,27 @@ class EngineArgs:
         size: int = self.max_num_batched_tokens * sum(widths.values()) + logits
         return 4 * size
 
+    def _max_model_len(self, model: ModelConfig) -> int:
+        """Most tokens of a sequence: what was asked for, if the model can serve it."""
+        window, limit = model.sliding_window, model.max_context
+        reach = model.rope.max_context(model.max_position_embeddings)
+        if self.max_model_len is None:
+            if limit < reach:
+                text = "max_model_len is %d of %d tokens: no more than the attention window"
+                _logger.warning(text, limit, reach)
+            return model.default_context
+        if window is not None and self.max_model_len > window:
+            raise NotSupportedError(
+                f"max_model_len={self.max_model_len} is not supported: the model attends to a "
+                f"window of {window} tokens, and longer sequences than the window are not built"
+            )
+        if self.max_model_len > limit:
+            allowed = f"at most the model's own limit, {limit}"
+            raise ConfigError("max_model_len", self.max_model_len, allowed)
+        return self.max_model_len
+
     def _engine_config(self, files: ModelFiles, available: int) -> EngineConfig:
-        limit = files.config.max_position_embeddings
-        length = self.max_model_len or limit
-        if length > limit:
-            raise ConfigError("max_model_len", length, f"at most the model's own limit, {limit}")
+        length = self._max_model_len(files.config)
         specs = files.model_class.kv_cache_specs(files.config, self.block_size)
         bytes_per_block = sum(spec.bytes_per_block for spec in specs)
         num_blocks = self.num_gpu_blocks_override
@@ -178,25 +217,34 @@ class EngineArgs:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             watermark=self.watermark,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            max_num_queued_reqs=self.max_num_queued_reqs,
+            max_num_queued_tokens=self.max_num_queued_tokens,
+            max_logprobs=self.max_logprobs,
         )
 
 
-def _log_start(
-    args: EngineArgs, files: ModelFiles, config: EngineConfig, bytes_per_block: int
-) -> None:
+def _start_lines(
+    files: ModelFiles,
+    config: EngineConfig,
+    resources: Resources,
+    threads: int,
+    bytes_per_block: int,
+    workspace: int,
+) -> Iterator[str]:
+    """What was found and what was taken, for the log."""
+    mib = 2**20
+    yield (
+        f"device cpu: {threads} BLAS threads, {resources.cores} cores "
+        f"(limited by {resources.cores_limited_by}), {resources.available_bytes / mib:.0f} of "
+        f"{resources.memory_bytes / mib:.0f} MiB free (limited by {resources.memory_limited_by})"
+    )
     tokens = config.num_blocks * config.block_size
-    _logger.info(
-        "%s on cpu (device=%s): weights %.0f MiB, KV pool %.0f MiB = %d blocks of %d tokens = "
-        "%d tokens, room for %.1f requests of max_model_len=%d",
-        files.path.name,
-        args.device,
-        files.weight_bytes / 2**20,
-        config.num_blocks * bytes_per_block / 2**20,
-        config.num_blocks,
-        config.block_size,
-        tokens,
-        tokens / config.max_model_len,
-        config.max_model_len,
+    yield (
+        f"{files.path.name}: weights {files.weight_bytes / mib:.0f} MiB, KV pool "
+        f"{config.num_blocks * bytes_per_block / mib:.0f} MiB = {config.num_blocks} blocks of "
+        f"{config.block_size} = {tokens} tokens, workspace {workspace / mib:.0f} MiB; "
+        f"{tokens // config.max_model_len} requests of max_model_len={config.max_model_len} fit"
     )
 
 

@@ -6,9 +6,12 @@ CupagedError
 │   ├── InvalidParameterError  a field of SamplingParams or of a request
 │   ├── PromptError            a prompt: empty, too long, ids outside the vocabulary
 │   └── CapacityError          more memory than the KV pool or the machine has
+├── QueueFullError             too much waits already; the same request may be served later
 ├── NotSupportedError          a known name or format that this version does not build
 ├── ModelError                 a model that cannot be loaded
-│   ├── ModelNotFoundError     no such file, folder or installed model
+│   ├── ModelNotFoundError     no such file, folder, installed model or name on the hub
+│   ├── HubError               the model hub refuses, answers wrongly, or its cache is unusable
+│   │   └── HubUnreachableError  no network, the hub is down, or offline mode is on
 │   ├── CheckpointError        a file that is missing, cut, damaged, or holds the wrong tensors
 │   ├── TokenizerError         a tokenizer that is missing or damaged
 │   └── ChatTemplateError      a chat template that is missing, unsafe or fails
@@ -36,7 +39,10 @@ class BadValueError(CupagedError, ValueError):
         self.allowed = allowed
 
     def __str__(self) -> str:
-        shown = repr(self.value)
+        try:
+            shown = repr(self.value)
+        except ValueError:  # Python does not print integers of more than 4,300 digits
+            shown = f"<{type(self.value).__name__}>"
         if len(shown) > _SHOWN_CHARS:
             shown = f"{shown[:_SHOWN_CHARS]}... ({len(shown)} characters)"
         return f"{self.name} must be {self.allowed}, got {shown}"
@@ -58,6 +64,10 @@ class CapacityError(BadValueError):
     """More memory is asked for than the KV pool or the machine can ever give."""
 
 
+class QueueFullError(CupagedError):
+    """Too many requests or tokens wait already; the same request may be served later."""
+
+
 class NotSupportedError(CupagedError):
     """A name or format the field knows, but which this version does not build."""
 
@@ -67,7 +77,15 @@ class ModelError(CupagedError):
 
 
 class ModelNotFoundError(ModelError):
-    """No such file, folder or installed model."""
+    """No such file, folder, installed model or name on the hub."""
+
+
+class HubError(ModelError):
+    """The model hub refuses, answers wrongly, or its cache cannot be used."""
+
+
+class HubUnreachableError(HubError):
+    """No network, the hub is down, or offline mode is on."""
 
 
 class CheckpointError(ModelError):

@@ -16,6 +16,7 @@ from cupaged.engine.engine import Engine, Prompt
 from cupaged.engine_args import EngineArgs
 from cupaged.errors import ChatTemplateError, EngineError, InvalidParameterError, PromptError
 from cupaged.loading.chat_template import ChatTemplate
+from cupaged.loading.template_choice import choose_template
 from cupaged.loading.tokenizer import Tokenizer
 from cupaged.outputs import EngineStats, RequestOutput
 from cupaged.sampling_params import SamplingParams
@@ -29,7 +30,8 @@ class LLM:
     Args:
         model: a folder with config.json and safetensors, or a .gguf file; None for the installed
             SmolLM2-135M-Instruct.
-        chat_template: Jinja source that replaces the model's own.
+        chat_template: replaces the model's own: a file (.jinja), the name of one of the model's
+            templates, or Jinja source.
         options: fields of `EngineArgs`.
 
     Raises:
@@ -43,7 +45,7 @@ class LLM:
         args = EngineArgs.from_options({"model": model, **options})
         self.engine: Engine = args.build()
         tokenizer = self.engine.tokenizer
-        source = chat_template or tokenizer.chat_template
+        source = choose_template(chat_template, tokenizer)
         special_tokens: dict[str, Any] = dict(tokenizer.special_tokens)
         self._template = ChatTemplate(source, **special_tokens) if source else None
         self._request_ids = count()
@@ -55,6 +57,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; the outputs are in the prompts' order.
 
@@ -63,12 +66,14 @@ class LLM:
                 {"prompt_token_ids": ids}. A bare list of ids is one prompt.
             sampling_params: one for all, or one for each; defaults to `SamplingParams()`.
             use_tqdm: show a progress bar where standard error is a terminal.
+            priority: one a prompt, lower is served earlier; the engine's `scheduling_policy` has to
+                be "priority".
 
         Raises:
             PromptError, InvalidParameterError, CapacityError: a request cannot be served; none of
                 the call's requests is left running.
         """
-        request_ids = self._add(prompts, sampling_params or SamplingParams())
+        request_ids = self._add(prompts, sampling_params or SamplingParams(), priority)
         finished: dict[str, RequestOutput] = {}
         bar = _progress_bar(len(request_ids), use_tqdm)
         for output in self._drain(request_ids):
@@ -151,6 +156,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams],
+        priority: Sequence[int] | None = None,
     ) -> list[str]:
         """Queue all of a call's requests, or none."""
         batch = _as_list(prompts)
@@ -162,11 +168,16 @@ class LLM:
             raise InvalidParameterError(
                 "number of sampling_params", len(params), f"1 or as many as prompts ({len(batch)})"
             )
+        priorities = [0] * len(batch) if priority is None else list(priority)
+        if len(priorities) != len(batch):
+            raise InvalidParameterError(
+                "number of priorities", len(priorities), f"as many as prompts ({len(batch)})"
+            )
         request_ids: list[str] = []
         try:
-            for prompt, param in zip(batch, params, strict=True):
+            for prompt, param, rank in zip(batch, params, priorities, strict=True):
                 request_id = str(next(self._request_ids))
-                self.engine.add_request(request_id, prompt, param)
+                self.engine.add_request(request_id, prompt, param, priority=rank)
                 request_ids.append(request_id)
         except BaseException:
             for request_id in request_ids:

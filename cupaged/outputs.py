@@ -12,18 +12,34 @@ from typing import Literal
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position: of the token that stands there, then of the likeliest.
+
+    ranks: 1 for the likeliest token; how many tokens are at least as likely.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+
+
 @dataclass(slots=True)
 class CoreOutput:
     """New tokens of one sequence after a step of the engine core.
 
     `stop_reason` is the stop token id that ended it, None for EOS and for every other reason.
-    `num_preemptions` counts those of the whole request.
+    `logprobs` has an entry a new token if the request asked, `prompt_logprobs` one for each prompt
+    token but the first, in the first output only. `num_preemptions` counts those of the request.
     """
 
     request_id: str
     index: int
     new_token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_preemptions: int = 0
+    first_scheduled_time: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
 
@@ -33,16 +49,47 @@ class RequestMetrics:
     """Times of one request, in seconds on the engine's clock."""
 
     arrival_time: float
+    first_scheduled_time: float | None
     first_token_time: float | None
     finished_time: float | None
     num_preemptions: int
+    num_cached_tokens: int = 0
 
     @property
     def time_to_first_token(self) -> float | None:
         """Seconds from arrival to the first token of any sample."""
-        if self.first_token_time is None:
-            return None
-        return self.first_token_time - self.arrival_time
+        return _between(self.arrival_time, self.first_token_time)
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds from arrival to the first step that computed a part of the prompt."""
+        return _between(self.arrival_time, self.first_scheduled_time)
+
+    @property
+    def prefill_time(self) -> float | None:
+        """Seconds from there to the first token."""
+        return _between(self.first_scheduled_time, self.first_token_time)
+
+    @property
+    def decode_time(self) -> float | None:
+        """Seconds from the first token to the end."""
+        return _between(self.first_token_time, self.finished_time)
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token at some position: its log probability, its rank (1 is likeliest), its text."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+TokenAlternatives = dict[int, Logprob]  # the token that stands there first, then the likeliest
 
 
 @dataclass(slots=True)
@@ -51,13 +98,15 @@ class CompletionOutput:
 
     `text` is everything final so far and `delta` what this output added to it. `stop_reason` is the
     stop string or stop token id that ended the sample, None for EOS and for other reasons.
+    `logprobs` has an entry a token, and `cumulative_logprob` is the sum over the drawn ones, if the
+    request asked for them.
     """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: None = None
+    logprobs: list[TokenAlternatives] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     delta: str = ""
@@ -70,7 +119,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request and its samples, in order of their index."""
+    """A request and its samples, in order of their index.
+
+    `prompt_logprobs` has an entry a prompt token, None for the first, if the request asked for it.
+    """
 
     request_id: str
     prompt: str | None
@@ -78,7 +130,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
-    prompt_logprobs: None = None
+    prompt_logprobs: list[TokenAlternatives | None] | None = None
     num_cached_tokens: int = 0
 
 

@@ -11,7 +11,8 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cupaged.outputs import FinishReason
+from cupaged.logits_rules import rules_of
+from cupaged.outputs import FinishReason, TokenLogprobs
 from cupaged.sampling_params import SamplingParams
 
 
@@ -25,6 +26,8 @@ class CoreRequest:
         params: sampling and stopping; its stop strings are the text shell's business.
         eos_token_ids: ids that end a sequence unless `params.ignore_eos`.
         seed: 64-bit key of the random numbers; sample i of the request uses (seed, i).
+        priority: lower is served earlier where the scheduling policy looks at it.
+        bad_words_token_ids: sequences of ids that must not be generated.
     """
 
     request_id: str
@@ -32,6 +35,8 @@ class CoreRequest:
     params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    priority: int = 0
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
 
 class SequenceStatus(enum.Enum):
@@ -48,24 +53,27 @@ class Request:
 
     __slots__ = (
         "arrival",
-        "banned_token_ids",
         "cancelled",
         "core",
+        "first_scheduled_time",
         "max_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "prompt_logprobs",
+        "rules",
         "sequences",
     )
 
     def __init__(self, core: CoreRequest, *, arrival: int, max_tokens: int) -> None:
         """`arrival` orders requests; `max_tokens` is already cut to what the context leaves."""
         self.core = core
+        self.first_scheduled_time: float | None = None
         self.arrival = arrival
         self.max_tokens = max_tokens
         self.num_preemptions = 0
         self.num_prompt_tokens = len(core.prompt_token_ids)
-        eos = () if core.params.ignore_eos else core.eos_token_ids
-        self.banned_token_ids = tuple({*(core.params.stop_token_ids or ()), *eos})  # at first
+        self.rules = rules_of(core.params, core.eos_token_ids, core.bad_words_token_ids)
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of prompt tokens 1, 2, ... so far
         first = Sequence(self, 0, list(core.prompt_token_ids))
         first.num_pending_samples = core.params.n
         self.sequences: list[Sequence] = [first]
@@ -97,6 +105,7 @@ class Sequence:
         "finish_reason",
         "in_flight",
         "index",
+        "is_promoted",
         "num_computed_tokens",
         "num_pending_samples",
         "order",
@@ -114,6 +123,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_pending_samples = 1  # more than one only before the first fork
         self.in_flight = False
+        self.is_promoted = False  # by a policy that bounds waiting
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None

@@ -9,30 +9,19 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 from cupaged.errors import InvalidParameterError, NotSupportedError
 
 GREEDY_TEMPERATURE = 1e-5  # below this the most likely token is taken
 MAX_SAMPLES = 1024
-MAX_STOP_STRINGS = 64
+MAX_STRINGS = 64  # stop strings, bad words
 MAX_INTEGER = 2**63 - 1  # what every wire format carries; far more than any context
 
-_NOT_BUILT = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_p": 0.0,
-    "logprobs": None,
-    "prompt_logprobs": None,
-    "spaces_between_special_tokens": True,
-    "structured_outputs": None,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_words": None,
-    "trace_decode_token_ids": None,
-}
+MAX_BIAS = 100.0
+
+_NOT_BUILT = {"spaces_between_special_tokens": True, "structured_outputs": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +30,30 @@ class SamplingParams:
 
     Args:
         n: independent samples of the prompt, in [1, 1024]; they share the prompt's KV blocks.
+        presence_penalty, frequency_penalty: in [-2, 2]; taken off the logits of tokens in the
+            output, once, and for each time they stand there.
+        repetition_penalty: > 0; logits of tokens in prompt or output are divided by it where
+            positive and multiplied where negative.
         temperature: >= 0; below 1e-5 the most likely token is taken (lowest id wins a tie).
         top_p: in [0, 1]: keep the most likely tokens whose mass reaches it; 0 keeps one token.
         top_k: keep that many most likely tokens; 0 and -1 mean all.
+        min_p: in [0, 1]: drop tokens less likely than this share of the likeliest's probability.
         seed: equal seeds give equal tokens in any batch; None or -1 draws one from the engine's.
         stop: strings that end the text; the text is cut before the match.
         stop_token_ids: token ids that end the output, also with `ignore_eos`.
         ignore_eos: go on after the model's end-of-sequence token.
         max_tokens: >= 1, or None for the rest of the context.
         min_tokens: neither EOS nor a stop ends the output before that many tokens.
+        logprobs: report the log probability of each drawn token and of that many likeliest ones; -1
+            for all. They are the model's own, before penalties, biases and temperature.
+        prompt_logprobs: the same for the tokens of the prompt.
         detokenize: False leaves `text` empty.
         skip_special_tokens: leave special tokens out of `text`.
         include_stop_str_in_output: keep the stop string in `text`.
+        logit_bias: {token id: value in [-100, 100]}, added to the logits.
+        allowed_token_ids: only these are drawn.
+        bad_words: texts that are not generated.
+        trace_decode_token_ids: the first output tokens, whatever would have been drawn.
 
     Raises:
         InvalidParameterError: a value is out of range or of the wrong type.
@@ -80,7 +81,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: object = None
-    logit_bias: object = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     trace_decode_token_ids: Sequence[int] | None = None
@@ -96,7 +97,20 @@ class SamplingParams:
                 )
         self._set("n", _integer("n", self.n, 1, MAX_SAMPLES))
         self._set("temperature", _real("temperature", self.temperature, 0.0, math.inf))
-        self._set("top_p", _real("top_p", self.top_p, 0.0, 1.0))
+        for name, low, high in (
+            ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0),
+            ("top_p", 0.0, 1.0),
+            ("min_p", 0.0, 1.0),
+        ):
+            self._set(name, _real(name, getattr(self, name), low, high))
+        penalty = _real("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
+        if penalty == 0:
+            raise InvalidParameterError("repetition_penalty", penalty, "a finite number > 0")
+        self._set("repetition_penalty", penalty)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._set(name, _integer(name, getattr(self, name), -1, MAX_INTEGER))
         self._set("top_k", max(0, _integer("top_k", self.top_k, -1, MAX_INTEGER)))
         if self.seed is not None:
             seed = _integer("seed", self.seed, -1, 2**64 - 1)
@@ -113,8 +127,17 @@ class SamplingParams:
         ):
             if not isinstance(getattr(self, flag), bool):
                 raise InvalidParameterError(flag, getattr(self, flag), "True or False")
-        self._set("stop", _stop_strings(self.stop))
-        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        self._set("stop", _strings("stop", stop))
+        for name in ("stop_token_ids", "trace_decode_token_ids"):
+            self._set(name, _token_ids(name, getattr(self, name)))
+        if self.allowed_token_ids is not None:
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise InvalidParameterError("allowed_token_ids", allowed, "None or not empty")
+            self._set("allowed_token_ids", allowed)
+        self._set("logit_bias", _logit_bias(self.logit_bias))
+        self._set("bad_words", _strings("bad_words", self.bad_words))
         if self.stop and not self.detokenize:
             raise InvalidParameterError("detokenize", False, "True when stop strings are given")
 
@@ -128,6 +151,11 @@ class SamplingParams:
         """`stop`, as a tuple."""
         assert isinstance(self.stop, tuple)
         return self.stop
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """`stop_token_ids`, as a tuple."""
+        return tuple(self.stop_token_ids or ())
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
@@ -171,16 +199,28 @@ def _real(name: str, value: object, low: float, high: float) -> float:
     return number
 
 
-def _stop_strings(value: object) -> tuple[str, ...]:
-    allowed = f"a non-empty string or a list of at most {MAX_STOP_STRINGS} non-empty strings"
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    allowed = f"a list of at most {MAX_STRINGS} non-empty strings"
     if value is None:
         return ()
-    strings = (value,) if isinstance(value, str) else value
-    if not isinstance(strings, Sequence) or isinstance(strings, bytes):
-        raise InvalidParameterError("stop", value, allowed)
-    if len(strings) > MAX_STOP_STRINGS or not all(isinstance(s, str) and s for s in strings):
-        raise InvalidParameterError("stop", value, allowed)
-    return tuple(strings)
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise InvalidParameterError(name, value, allowed)
+    if len(value) > MAX_STRINGS or not all(isinstance(s, str) and s for s in value):
+        raise InvalidParameterError(name, value, allowed)
+    return tuple(value)
+
+
+def _logit_bias(value: object) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise InvalidParameterError("logit_bias", value, "a mapping of token ids to numbers")
+    return {
+        _integer("logit_bias key", token, 0, MAX_INTEGER): _real(
+            f"logit_bias[{token}]", bias, -MAX_BIAS, MAX_BIAS
+        )
+        for token, bias in value.items()
+    }
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from cupaged.errors import NotSupportedError
 
 REGISTRY = {
     "LlamaForCausalLM": "llama:LlamaForCausalLM",
+    "MistralForCausalLM": "llama:LlamaForCausalLM",
 }
 
 __all__ = ["REGISTRY", "model_class"]

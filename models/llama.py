@@ -1,4 +1,4 @@
-"""Llama and everything of its shape: Llama 2, SmolLM2, TinyLlama.
+"""Llama and everything of its shape: Llama 2 and 3, Mistral, SmolLM2, TinyLlama.
 
 Pre-norm decoder layers of grouped-query attention with rotary positions and a SwiGLU MLP (Touvron
 et al., 2023). Written against `Ops` only; the name table says where each weight is found.
@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from cupaged.config import ModelConfig
 from cupaged.loading.weights import Part, WeightEntry
 from cupaged.ops import Array, KVCache, KVCacheSpec, Ops, StepContext
+from cupaged.rope import inverse_frequencies
 
 
 class LlamaForCausalLM:
@@ -30,8 +29,9 @@ class LlamaForCausalLM:
         self.config = config
         self._weights = weights
         self._ops = ops
-        half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-        self._rotary = ops.rotary_table(config.rope_theta**-half, max_model_len)
+        frequencies = inverse_frequencies(config.rope, config.head_dim, max_model_len)
+        scale = config.rope.attention_factor
+        self._rotary = ops.rotary_table(frequencies, max_model_len, scale)
 
     @staticmethod
     def name_table(c: ModelConfig) -> tuple[WeightEntry, ...]:

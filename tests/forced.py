@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.config import EngineConfig
-from cupaged.engine.batch import SamplingBatch
 from cupaged.engine.core import EngineCore
 from cupaged.engine.runner import ModelRunner, Sampler
+from cupaged.engine.sampling_batch import SamplingBatch
 from cupaged.loading.model_files import ModelFiles, load_model, open_model
 from cupaged.ops.numpy_ops import NumpyOps
 from cupaged.request import CoreRequest

@@ -7,6 +7,7 @@ each op take their expected values from here; this module itself is held against
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,11 +48,16 @@ def rope(x: ArrayLike, positions: ArrayLike, theta: float) -> F64:
     Dimension i is paired with i + head_dim/2 (half-split, not interleaved), and the pair is turned
     by the angle `position * theta^(-2i/head_dim)`.
     """
+    half = np.shape(x)[-1] // 2
+    return rotate(x, positions, theta ** (-np.arange(half) / half))
+
+
+def rotate(x: ArrayLike, positions: ArrayLike, frequencies: F64, scale: float = 1.0) -> F64:
+    """`rope` with the pairs' own frequencies [head_dim / 2]; the result is multiplied by scale."""
     values = _f64(x)
     half = values.shape[-1] // 2
-    frequencies = theta ** (-np.arange(half) / half)  # [half]
     angles = np.multiply.outer(_f64(positions), frequencies)[:, None, :]  # [n, 1, half]
-    cos, sin = np.cos(angles), np.sin(angles)
+    cos, sin = scale * np.cos(angles), scale * np.sin(angles)
     first, second = values[..., :half], values[..., half:]
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
@@ -99,7 +105,8 @@ def reference_logits(
     num_heads = int(config["num_attention_heads"])
     num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
     head_dim = int(config.get("head_dim") or config["hidden_size"] // num_heads)
-    eps, theta = float(config["rms_norm_eps"]), _rope_theta(config)
+    eps = float(config["rms_norm_eps"])
+    frequencies, scale = rope_frequencies(config, head_dim)
     n = len(token_ids)
     positions = np.arange(n)
 
@@ -113,7 +120,8 @@ def reference_logits(
         q = project(f"{layer}.self_attn.q_proj", x).reshape(n, num_heads, head_dim)
         k = project(f"{layer}.self_attn.k_proj", x).reshape(n, num_kv_heads, head_dim)
         v = project(f"{layer}.self_attn.v_proj", x).reshape(n, num_kv_heads, head_dim)
-        mixed = attention(rope(q, positions, theta), rope(k, positions, theta), v)
+        q, k = (rotate(each, positions, frequencies, scale) for each in (q, k))
+        mixed = attention(q, k, v)
         h = h + project(f"{layer}.self_attn.o_proj", mixed.reshape(n, num_heads * head_dim))
         x = rms_norm(h, weights[f"{layer}.post_attention_layernorm.weight"], eps)
         gate, up = project(f"{layer}.mlp.gate_proj", x), project(f"{layer}.mlp.up_proj", x)
@@ -123,12 +131,44 @@ def reference_logits(
     return linear(h, weights["model.embed_tokens.weight" if tied else "lm_head.weight"])
 
 
-def _rope_theta(config: Mapping[str, Any]) -> float:
+def rope_frequencies(config: Mapping[str, Any], head_dim: int) -> tuple[F64, float]:
+    """Radians a position [head_dim / 2], and what the result is multiplied by.
+
+    Pair by pair, by cases, as the papers have it: plain RoPE, "llama3", and "yarn" with its
+    defaults (a ramp from 32 turns to 1, attention factor 0.1 ln s + 1).
+    """
     rope_config = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = rope_config.get("rope_type", "default")
-    if rope_type != "default":
-        raise ValueError(f"the reference knows only the default RoPE, not {rope_type!r}")
-    return float(rope_config.get("rope_theta") or config["rope_theta"])
+    if rope_type not in ("default", "llama3", "yarn"):
+        raise ValueError(f"the reference does not know RoPE of type {rope_type!r}")
+    theta = float(rope_config.get("rope_theta") or config["rope_theta"])
+    plain = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+    if rope_type == "default":
+        return np.array(plain), 1.0
+    factor = rope_config["factor"]
+    context = rope_config["original_max_position_embeddings"]
+    if rope_type == "llama3":
+        low, high = rope_config["low_freq_factor"], rope_config["high_freq_factor"]
+        scaled = []
+        for frequency in plain:
+            turns = context * frequency / (2 * math.pi)
+            if turns > high:
+                scaled.append(frequency)
+            elif turns < low:
+                scaled.append(frequency / factor)
+            else:
+                share = (turns - low) / (high - low)
+                scaled.append((1 - share) * frequency / factor + share * frequency)
+        return np.array(scaled), 1.0
+    # Pair i turns context / (2 pi theta^(2i / d)) times; solved for i.
+    first, last = (
+        head_dim / 2 * math.log(context / (2 * math.pi * turns)) / math.log(theta)
+        for turns in (32, 1)
+    )
+    low, high = max(0, math.floor(first)), min(head_dim - 1, math.ceil(last))
+    ramp = [min(1.0, max(0.0, (i - low) / (high - low))) for i in range(head_dim // 2)]
+    scaled = [f * (1 - r) + f / factor * r for f, r in zip(plain, ramp, strict=True)]
+    return np.array(scaled), 0.1 * math.log(factor) + 1
 
 
 def _f64(array: ArrayLike) -> F64:

@@ -1,4 +1,4 @@
-"""Two tiny random Llamas in the layout of a Hugging Face folder, built with NumPy alone.
+"""Tiny random Llamas and a Mistral in the layout of a Hugging Face folder, made by NumPy alone.
 
 Owns the specs, the weights (a function of spec and seed), the configs in both spellings that
 transformers has used, a byte-level BPE tokenizer and the safetensors files. It imports nothing
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +50,10 @@ Größe, naïve café, 東京 と 北京, привет мир, 😀 🚀.
 
 @dataclass(frozen=True, slots=True)
 class TinyLlama:
-    """The shape of one tiny model; the names are those of a Hugging Face config."""
+    """The shape of one tiny model; the names are those of a Hugging Face config.
+
+    rope: what stands in `rope_scaling`. sliding_window: written for a Mistral only.
+    """
 
     name: str
     hidden_size: int
@@ -66,6 +69,9 @@ class TinyLlama:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 1024
+    rope: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    architecture: str = "LlamaForCausalLM"
+    sliding_window: int | None = None
 
 
 TINY = TinyLlama(
@@ -94,10 +100,44 @@ TINY_WIDE_HEAD = TinyLlama(
 )
 
 
+# Their original contexts are so short that every part of the scaling shows within a few tokens.
+TINY_LLAMA3 = replace(
+    TINY,
+    name="tiny_llama3",
+    rope_theta=500000.0,
+    rope={
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+)
+TINY_YARN = replace(
+    TINY_WIDE_HEAD,
+    name="tiny_yarn",
+    rope={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+)
+TINY_MISTRAL = TinyLlama(
+    name="tiny_mistral",
+    hidden_size=128,
+    num_heads=3,
+    num_kv_heads=1,
+    head_dim=64,  # 3 * 64 = 192: wider than the hidden states, as in Mistral Nemo
+    intermediate_size=192,
+    num_layers=2,
+    tied=False,
+    rope_theta=1000000.0,
+    architecture="MistralForCausalLM",
+    sliding_window=64,
+)
+VARIANTS = (TINY_LLAMA3, TINY_YARN, TINY_MISTRAL)
+
+
 def hf_config(spec: TinyLlama, style: Style = "v4", *, dtype: DType = "float32") -> dict[str, Any]:
     """The content of `config.json`, as transformers 4 or transformers 5 writes it."""
     config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": [spec.architecture],
         "attention_bias": spec.attention_bias,
         "attention_dropout": 0.0,
         "bos_token_id": BOS_ID,
@@ -109,7 +149,7 @@ def hf_config(spec: TinyLlama, style: Style = "v4", *, dtype: DType = "float32")
         "intermediate_size": spec.intermediate_size,
         "max_position_embeddings": spec.max_position_embeddings,
         "mlp_bias": spec.mlp_bias,
-        "model_type": "llama",
+        "model_type": spec.architecture.removesuffix("ForCausalLM").lower(),
         "num_attention_heads": spec.num_heads,
         "num_hidden_layers": spec.num_layers,
         "num_key_value_heads": spec.num_kv_heads,
@@ -122,13 +162,16 @@ def hf_config(spec: TinyLlama, style: Style = "v4", *, dtype: DType = "float32")
     }
     if style == "v4":
         config["rope_theta"] = spec.rope_theta
-        config["rope_scaling"] = None
+        config["rope_scaling"] = dict(spec.rope) or None
         config["torch_dtype"] = dtype
         config["transformers_version"] = "4.57.1"
     else:
-        config["rope_parameters"] = {"rope_theta": spec.rope_theta, "rope_type": "default"}
+        rope = {"rope_theta": spec.rope_theta, "rope_type": "default", **spec.rope}
+        config["rope_parameters"] = rope
         config["dtype"] = dtype
         config["transformers_version"] = "5.24.0"
+    if spec.architecture == "MistralForCausalLM":
+        config["sliding_window"] = spec.sliding_window
     return config
 
 

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from cupaged.cli.options import (
-    add_model_options,
+    add_engine_options,
+    add_model,
     add_sampling_options,
     engine_options,
     sampling_options,
 )
-from cupaged.errors import PromptError
+from cupaged.cli.parser import utf8_text
+from cupaged.cli.records import completion_record, json_line, request_record
+from cupaged.cli.streams import STDIN, read_text, tell
+from cupaged.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cupaged.llm import LLM
+    from cupaged.sampling_params import SamplingParams
+
+# Fields that only a JSON answer can show, and what they are when nobody asked for them.
+_ONLY_IN_JSON = {"logprobs": None, "prompt_logprobs": None, "detokenize": True}
 
 
 def add_parser(verbs: Any) -> None:
@@ -20,21 +32,31 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser(
         "generate",
         help="continue prompts",
+        usage="cupaged generate [MODEL] [-p TEXT | -f FILE ...] [options]",
         description="Continue one prompt or several, all at the same time. One answer is printed "
-        "as it comes; several are printed in order, each under a heading.",
+        "as it comes; several are printed in order, each under a heading. Without -p and -f the "
+        "prompt is standard input; one line break at the end of a file is not part of it.",
+        example='cupaged generate -p "Once upon a time" -n 2 --temperature 0.8 --max-tokens 40',
     )
-    add_model_options(parser)
-    parser.add_argument(
-        "-p",
-        "--prompt",
-        metavar="TEXT",
-        action="append",
-        help="what to continue (may be repeated; default: standard input)",
+    add_model(parser)
+    group = parser.add_argument_group("prompts and answers")
+    for flags, settings in (
+        (("-p", "--prompt"), {"metavar": "TEXT", "type": _literal, "help": "what to continue"}),
+        (("-f", "--file"), {"metavar": "FILE", "type": _in_file, "help": "holds a prompt"}),
+    ):
+        settings["help"] = f"{settings['help']} (may be repeated)"
+        group.add_argument(*flags, dest="prompts", action="append", **settings)
+    group.add_argument(
+        "-n",
+        "--num-samples",
+        type=int,
+        default=1,
+        metavar="N",
+        help="answers a prompt (default: 1)",
     )
-    parser.add_argument(
-        "-n", "--num-samples", type=int, default=1, metavar="N", help="answers a prompt"
-    )
-    add_sampling_options(parser)
+    group.add_argument("--json", action="store_true", help="print a line of JSON for each answer")
+    add_sampling_options(parser, report=True)
+    add_engine_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -44,25 +66,52 @@ def run(args: argparse.Namespace) -> int:
     from cupaged.sampling_params import SamplingParams
 
     params = SamplingParams(n=args.num_samples, **sampling_options(args))
-    prompts = args.prompt or [_from_stdin()]
+    if not args.json:
+        for name, neutral in _ONLY_IN_JSON.items():
+            if getattr(params, name) != neutral:
+                raise ConfigError(name, getattr(params, name), "given together with --json")
+    prompts = [read() for read in args.prompts or [_standard_input]]
     llm = LLM(**engine_options(args))
-    if len(prompts) == 1 and params.n == 1:
-        for output in llm.stream(prompts, params):
-            print(output.outputs[0].delta, end="", flush=True)
-        print()
-        return 0
+    if args.json:
+        _print_json(llm, prompts, params)
+    elif len(prompts) == 1 and params.n == 1:
+        _print_stream(llm, prompts, params)
+    else:
+        _print_headed(llm, prompts, params)
+    return 0
+
+
+def _print_stream(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
+    for output in llm.stream(prompts, params):
+        print(output.outputs[0].delta, end="", flush=True)
+    print()
+
+
+def _print_headed(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
     for number, output in enumerate(llm.generate(prompts, params), start=1):
         for sample in output.outputs:
             heading = f"{number}.{sample.index + 1}" if params.n > 1 else f"{number}"
             print(f"--- {heading} ({sample.finish_reason})")
             print(sample.text)
-    return 0
 
 
-def _from_stdin() -> str:
-    if sys.stdin.isatty():
-        print("reading the prompt from standard input; end it with Ctrl-D", file=sys.stderr)
-    text = sys.stdin.read()
-    if not text:
-        raise PromptError("prompt on standard input", text, "a text; or use --prompt")
-    return text.removesuffix("\n")
+def _print_json(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
+    for number, output in enumerate(llm.generate(prompts, params)):
+        head = {"prompt_index": number, **request_record(output)}
+        for sample in output.outputs:
+            sys.stdout.write(json_line({**head, **completion_record(sample)}))
+
+
+def _literal(text: str) -> Callable[[], str]:
+    prompt = utf8_text(text)
+    return lambda: prompt
+
+
+def _in_file(path: str) -> Callable[[], str]:
+    return lambda: read_text(path)
+
+
+def _standard_input() -> str:
+    if sys.stdin is not None and sys.stdin.isatty():
+        tell("reading the prompt from standard input; end it with Ctrl-D")
+    return read_text(STDIN)

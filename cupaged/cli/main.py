@@ -7,46 +7,118 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cupaged._version import __version__
-from cupaged.cli import chat, generate
+from cupaged.cli import chat, complete, completion, doctor, estimate, generate, models, pull
+from cupaged.cli import run_batch as batch
+from cupaged.cli.parser import (
+    OTHER_VERBS,
+    USAGE_ERROR,
+    Parser,
+    flags_of,
+    known_spelling,
+    nearest,
+    refuse_unknown,
+)
+from cupaged.cli.streams import check_standard_output, discard_output, reason, tell
 from cupaged.errors import ConfigError, CupagedError, InvalidParameterError, NotSupportedError
 
 _USAGE_ERRORS = (ConfigError, InvalidParameterError, NotSupportedError)
+FAILURE = 1
 INTERRUPTED = 130
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The parser of the whole command."""
-    parser = argparse.ArgumentParser(
-        prog="cupaged", description="Serve large language models with paged attention."
+    parser = Parser(
+        prog="cupaged",
+        usage="cupaged COMMAND [options]",
+        description="Serve large language models with paged attention.",
+        example='cupaged generate -p "Once upon a time" --max-tokens 40\n  cupaged chat --help',
     )
     parser.add_argument("--version", action="version", version=f"cupaged {__version__}")
-    verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    generate.add_parser(verbs)
-    chat.add_parser(verbs)
+    parser.set_defaults(verbose=False)
+    verbs = parser.add_subparsers(
+        title="commands",
+        metavar=f"{'COMMAND':14}",  # argparse makes the column of the names as wide as this
+        dest="verb",
+        prog="cupaged",
+    )
+    for module in (generate, chat, complete, batch, pull, models, estimate, doctor, completion):
+        module.add_parser(verbs)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and give its exit code."""
-    args = build_parser().parse_args(argv)
+    code = _guarded(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
+    if sys.stdout is None:
+        return code
+    flushed = _guarded(_flush)  # a full disk shows here at the latest, not when Python ends
+    return code or flushed
+
+
+def _run(argv: list[str]) -> int:
+    parser = build_parser()
+    args = _parse(parser, argv)
+    if args.verb is None:
+        parser.print_help(sys.stderr)
+        return USAGE_ERROR
+    check_standard_output()
     level = logging.INFO if args.verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    return int(args.run(args))
+
+
+def _parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
+    """The options; SystemExit after a line about what is wrong, or after `--help`."""
+    argv = [OTHER_VERBS.get(word, word) for word in argv[:1]] + argv[1:]
+    verbs, first = _verbs(parser), argv[0] if argv else ""
+    if first == "help":
+        argv = [*argv[1:2], "--help"]
+    elif first.startswith("-") and first not in flags_of(parser):
+        parser.error(f"unknown option {first}; a command comes first")
+    elif first and not first.startswith("-") and first not in verbs:
+        parser.error(f"unknown command {first!r}{nearest(first, {verb: verb for verb in verbs})}")
+    args, unknown = parser.parse_known_args(known_spelling(argv))
+    if unknown:
+        refuse_unknown(verbs.get(args.verb, parser), unknown)
+    return args
+
+
+def _verbs(parser: Parser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of the verbs by their names."""
+    (action,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(action.choices)
+
+
+def _flush() -> int:
+    sys.stdout.flush()
+    return 0
+
+
+def _guarded(run: Callable[[], int]) -> int:
+    """The exit code of a function, with its error on one line of standard error."""
     try:
-        return int(args.run(args))
+        return run()
+    except SystemExit as done:  # argparse has said all
+        return int(done.code or 0)
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+        tell("\ninterrupted")
         return INTERRUPTED
     except _USAGE_ERRORS as error:
-        print(f"cupaged: {error}", file=sys.stderr)
-        return 2
+        tell(f"cupaged: {error}")
+        return USAGE_ERROR
     except CupagedError as error:
-        print(f"cupaged: {error}", file=sys.stderr)
-        return 1
+        tell(f"cupaged: {error}")
+        return FAILURE
     except BrokenPipeError:  # the reader of our output has gone; nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        discard_output()
+        return FAILURE
+    except OSError as error:
+        tell(f"cupaged: {error.filename or 'standard output'}: {reason(error)}")
+        if error.filename is None:
+            discard_output()
+        return FAILURE

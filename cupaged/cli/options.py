@@ -1,77 +1,218 @@
-"""Options that several verbs share, and what they mean to the engine."""
+"""Options that several verbs share, and what they mean to the engine.
+
+One table a group; a row is a flag, its help, and how its value is read. The defaults that the help
+states are those of `EngineArgs` and of `sampling_options`; a test compares them.
+"""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import json
+import re
+from typing import Any, NamedTuple
 
-_ENGINE = (
-    ("--tokenizer", str, "PATH", "folder whose tokenizer replaces the model's own"),
-    ("--device", str, "NAME", "auto or cpu (default: auto)"),
-    ("--dtype", str, "NAME", "auto or float32 (default: auto)"),
-    ("--max-model-len", int, "N", "most tokens of a sequence (default: the model's own limit)"),
-    ("--block-size", int, "N", "tokens of a KV block: 8, 16, 32, 64 or 128 (default: 16)"),
-    ("--num-gpu-blocks-override", int, "N", "blocks of the KV pool, whatever the memory"),
-    ("--kv-cache-memory-bytes", int, "N", "bytes of the KV pool"),
-    ("--max-num-seqs", int, "N", "most sequences that run at once (default: 64)"),
-    ("--max-num-batched-tokens", int, "N", "most tokens of one step (default: 512)"),
-)
-_SAMPLING = (
-    ("--max-tokens", int, "N", "most tokens to generate (default: the rest of the context)"),
-    ("--min-tokens", int, "N", "fewest tokens to generate (default: 0)"),
-    ("--temperature", float, "T", "0 takes the likeliest token (default: 0)"),
-    ("--top-p", float, "P", "keep the likeliest tokens up to this mass (default: 1)"),
-    ("--top-k", int, "K", "keep that many of the likeliest tokens (default: all)"),
-    ("--seed", int, "N", "equal seeds give equal answers"),
+from cupaged.cli.parser import utf8_text
+from cupaged.cli.streams import read_text
+from cupaged.errors import ConfigError
+
+_UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+MODEL_HELP = (
+    "a folder with config.json and safetensors, a .gguf file, or a name on the hub "
+    "(default: SmolLM2-135M-Instruct)"
 )
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """MODEL and the engine's options."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        help="folder with config.json and safetensors, or a .gguf file "
-        "(default: the installed SmolLM2-135M-Instruct)",
-    )
+class Option(NamedTuple):
+    """A flag, what it does, how its value is read; `field` where that is not the flag's name."""
+
+    flags: str
+    help: str
+    settings: dict[str, Any]
+    field: str = ""
+
+    @property
+    def dest(self) -> str:
+        """Where argparse keeps the value."""
+        return self.flags.split()[-1].removeprefix("--").replace("-", "_")
+
+
+def size_in_bytes(text: str) -> int:
+    """`1000`, `512MiB`, `2GiB`, `1.5GB`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)?", text, re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"must be bytes, or like 512MiB or 2GiB, got {text!r}")
+    return int(float(match[1]) * _UNITS[(match[2] or "").upper()])
+
+
+def token_ids(text: str) -> list[int]:
+    """`5` or `5,17,2`."""
+    if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text, re.ASCII) is None:
+        raise argparse.ArgumentTypeError(f"must be token ids such as 5,17,2, got {text!r}")
+    return [int(part) for part in text.split(",")]
+
+
+def logit_bias(text: str) -> dict[int, float]:
+    """`{"17": -5, "42": 2.5}`."""
+    try:
+        return {int(token): float(bias) for token, bias in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise argparse.ArgumentTypeError(
+            f'must be JSON such as {{"17": -5, "42": 2.5}}, got {text!r:.80}'
+        ) from None
+
+
+_INT: dict[str, Any] = {"type": int, "metavar": "N"}
+_FLOAT: dict[str, Any] = {"type": float, "metavar": "X"}
+_LIKELIEST: dict[str, Any] = {"type": int, "metavar": "K"}
+_NAME: dict[str, Any] = {"metavar": "NAME"}
+_IDS: dict[str, Any] = {"type": token_ids, "metavar": "IDS", "action": "extend"}
+_TEXTS: dict[str, Any] = {"type": utf8_text, "metavar": "TEXT", "action": "append"}
+_ON: dict[str, Any] = {"action": "store_const", "const": True}
+_OFF: dict[str, Any] = {"action": "store_const", "const": False}
+
+ENGINE = {
+    "model and device": (
+        Option("--tokenizer", "folder whose tokenizer replaces the model's", {"metavar": "PATH"}),
+        Option("--device", "auto or cpu (default: auto)", _NAME),
+        Option("--dtype", "auto or float32 (default: auto)", _NAME),
+        Option("--max-model-len", "tokens of a sequence (default: the model's own limit)", _INT),
+        Option("-t --threads", "threads of matrix products (default: the cores there are)", _INT),
+    ),
+    "KV memory": (
+        Option("--block-size", "tokens of a block: 8, 16, 32, 64 or 128 (default: 16)", _INT),
+        Option(
+            "--kv-cache-memory-bytes",
+            "of the pool, also as 512MiB or 2GiB (default: what max-num-seqs sequences need, at "
+            "most 40 %% of the free memory)",
+            {"type": size_in_bytes, "metavar": "SIZE"},
+        ),
+        Option("--num-gpu-blocks-override", "blocks of the pool, whatever the memory", _INT),
+    ),
+    "scheduling": (
+        Option("--max-num-seqs", "most sequences that run at once (default: 64)", _INT),
+        Option("--max-num-batched-tokens", "most tokens of one step (default: 512)", _INT),
+        Option(
+            "--long-prefill-token-threshold",
+            "most tokens of one sequence in a step (default: 0, no such limit)",
+            _INT,
+        ),
+        Option("--scheduling-policy", "fcfs or priority (default: fcfs)", _NAME),
+        Option("--watermark", "share of the pool left free on admission (default: 0.01)", _FLOAT),
+        Option("--max-num-queued-reqs", "most requests that wait (default: no limit)", _INT),
+        Option("--max-num-queued-tokens", "most tokens that wait (default: no limit)", _INT),
+        Option("--max-logprobs", "most logprobs a request may ask for (default: 20)", _INT),
+        Option("--engine-seed", "draws seeds where none is given (default: 0)", _INT, "seed"),
+    ),
+}
+SAMPLING = {
+    "sampling": (
+        Option("--temperature", "0 takes the likeliest token (default: 0)", _FLOAT),
+        Option("--top-p", "keep the likeliest tokens of this mass (default: 1)", _FLOAT),
+        Option("--top-k", "keep that many of the likeliest (default: 0, all)", _INT),
+        Option("--min-p", "drop tokens below this share of the best one (default: 0)", _FLOAT),
+        Option("-s --seed", "equal seeds give equal answers (default: drawn)", _INT),
+    ),
+    "penalties and biases": (
+        Option("--presence-penalty", "-2 to 2, for tokens in the answer (default: 0)", _FLOAT),
+        Option("--frequency-penalty", "-2 to 2, for each time they occur (default: 0)", _FLOAT),
+        Option("--repetition-penalty", "> 1 against tokens seen before (default: 1)", _FLOAT),
+        Option(
+            "--logit-bias",
+            'token ids and what is added, as JSON: {"17": -5}',
+            {"type": logit_bias, "metavar": "JSON"},
+        ),
+        Option("--allowed-token-ids", "draw only these, such as 5,17,2", _IDS),
+        Option("--bad-words", "never write this (may be repeated)", _TEXTS),
+    ),
+    "end of an answer": (
+        Option("--max-tokens", "most tokens of it (default: the rest of the context)", _INT),
+        Option("--min-tokens", "fewest tokens of it (default: 0)", _INT),
+        Option("--stop", "end before this text (may be repeated)", _TEXTS),
+        Option("--include-stop-str-in-output", "keep that text in the answer", _ON),
+        Option("--stop-token-ids", "end at one of these", _IDS),
+        Option("--ignore-eos", "go on after the end of text", _ON),
+        Option("--no-skip-special-tokens", "show them in the text", _OFF, "skip_special_tokens"),
+    ),
+}  # fmt: skip
+REPORT = {
+    "for programs": (
+        Option("--logprobs", "of each token and of the K likeliest", {**_INT, "metavar": "K"}),
+        Option(
+            "--prompt-logprobs", "the same for the tokens of the prompt", {**_INT, "metavar": "K"}
+        ),
+        Option("--no-detokenize", "token ids only, no text", _OFF, "detokenize"),
+        Option("--trace-decode-token-ids", "force the first tokens of the answer", _IDS),
+    ),
+}
+_ALL_SAMPLING = {**SAMPLING, **REPORT}
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """MODEL, by its place or by `--model`, and `--verbose`."""
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=MODEL_HELP)
+    parser.add_argument("-m", "--model", dest="model_flag", metavar="MODEL", help="the same")
     parser.add_argument("-v", "--verbose", action="store_true", help="log what happens to stderr")
-    _add(parser.add_argument_group("engine"), _ENGINE)
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """How tokens are drawn and when an answer ends."""
-    group = parser.add_argument_group("sampling")
-    _add(group, _SAMPLING)
-    group.add_argument(
-        "--stop", metavar="TEXT", action="append", help="end at this text (may be repeated)"
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """How the model is loaded and how requests are served."""
+    _add(parser, ENGINE)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, report: bool = False) -> None:
+    """How tokens are drawn and when an answer ends; with `report`, what JSON tells about them."""
+    _add(parser, _ALL_SAMPLING if report else SAMPLING)
+
+
+def add_chat_template(parser: argparse.ArgumentParser) -> None:
+    """`--chat-template FILE`."""
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja file that replaces the model's chat template",
     )
-    group.add_argument("--ignore-eos", action="store_true", help="go on after the end of text")
+
+
+def chosen_model(args: argparse.Namespace) -> str | None:
+    """The model that was named, however it was."""
+    place, flag = args.model, args.model_flag
+    if None not in (place, flag) and place != flag:
+        raise ConfigError(
+            "--model", flag, f"the same as MODEL={place!r}, or only one of them given"
+        )
+    model: str | None = flag if place is None else place
+    return model
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `LLM`: those that were given."""
-    return {"model": args.model, **_given(args, _ENGINE)}
+    options = {"model": chosen_model(args), **_given(args, ENGINE)}
+    if getattr(args, "chat_template", None) is not None:
+        options["chat_template"] = read_text(args.chat_template)
+    return options
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `SamplingParams`; greedy and unlimited unless told otherwise."""
+    return {"temperature": 0.0, "max_tokens": None, **given_sampling_options(args)}
+
+
+def given_sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of `SamplingParams`: only those that were given."""
+    return _given(args, _ALL_SAMPLING)
+
+
+def _add(parser: argparse.ArgumentParser, groups: dict[str, tuple[Option, ...]]) -> None:
+    for title, options in groups.items():
+        group = parser.add_argument_group(title)
+        for option in options:
+            group.add_argument(*option.flags.split(), help=option.help, **option.settings)
+
+
+def _given(args: argparse.Namespace, groups: dict[str, tuple[Option, ...]]) -> dict[str, Any]:
     return {
-        "temperature": 0.0,
-        "max_tokens": None,
-        "stop": args.stop,
-        "ignore_eos": args.ignore_eos,
-        **_given(args, _SAMPLING),
+        option.field or option.dest: value
+        for options in groups.values()
+        for option in options
+        if (value := getattr(args, option.dest, None)) is not None
     }
-
-
-def _add(group: Any, options: tuple[tuple[str, Any, str, str], ...]) -> None:
-    for flag, kind, metavar, text in options:
-        group.add_argument(flag, type=kind, metavar=metavar, help=text)
-
-
-def _given(
-    args: argparse.Namespace, options: tuple[tuple[str, Any, str, str], ...]
-) -> dict[str, Any]:
-    names = [flag.removeprefix("--").replace("-", "_") for flag, *_ in options]
-    return {name: value for name in names if (value := getattr(args, name)) is not None}

@@ -9,16 +9,13 @@ is in flight.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cupaged.engine.sampling_batch import MAX_COUNT, SamplingBatch, build_sampling
 from cupaged.request import Sequence
-from cupaged.sampling_params import GREEDY_TEMPERATURE
-
-MAX_TEMPERATURE = 1e6  # beyond it the draw is uniform anyway, and float32 holds it
-MAX_TOP_K = 2**31 - 1  # what int32 holds; more than any vocabulary
 
 
 @dataclass(slots=True)
@@ -47,6 +44,7 @@ class StepPlan:
     step_id: int
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     block_tables: tuple[NDArray[np.int32], ...] = ()
 
@@ -69,25 +67,18 @@ class GroupTables:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingBatch:
-    """How each token to draw is drawn. One row a sample; several may share a row of logits.
+class PromptLogprobsBatch:
+    """Log probabilities of prompt tokens that the step can tell.
 
-    logits_row: int32 [num_samples], index into the step's logits.
-    temperature, top_p: float32 [num_samples]; temperature 0 is greedy.
-    top_k: int32 [num_samples]; 0 means all.
-    seed: uint64 [num_samples]; sample_index, output_position: int32 [num_samples]. Together they
-        key the random numbers of the draw.
-    banned: int32 [num_banned, 2], pairs (row of logits, token id) that must not be drawn.
+    tokens: int32 [n], the flat tokens whose logits are needed. targets: int32 [n], the prompt token
+    that follows each. counts: int32 [num_seqs], how many of them belong to each sequence.
+    num_logprobs: int32 [n], likeliest tokens to report beside the target, at most the vocabulary.
     """
 
-    logits_row: NDArray[np.int32]
-    temperature: NDArray[np.float32]
-    top_p: NDArray[np.float32]
-    top_k: NDArray[np.int32]
-    seed: NDArray[np.uint64]
-    sample_index: NDArray[np.int32]
-    output_position: NDArray[np.int32]
-    banned: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    targets: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    num_logprobs: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +91,7 @@ class Batch:
     copies: int32 [num_copies, 2], (source block, destination block), made first.
     logits_tokens: int32 [num_logits], the flat tokens whose logits are needed.
     sampling: the draws.
+    prompt_logprobs: None when nobody asked for any.
     """
 
     token_ids: NDArray[np.int32]
@@ -110,6 +102,7 @@ class Batch:
     copies: NDArray[np.int32]
     logits_tokens: NDArray[np.int32]
     sampling: SamplingBatch
+    prompt_logprobs: PromptLogprobsBatch | None
 
     @property
     def num_tokens(self) -> int:
@@ -152,7 +145,10 @@ def build_batch(plan: StepPlan, block_size: int) -> Batch:
         groups=groups,
         copies=np.array(plan.copies, np.int32).reshape(-1, 2),
         logits_tokens=query_start[1:][num_samples > 0] - 1,
-        sampling=_build_sampling(plan, num_samples),
+        sampling=build_sampling(
+            [e.sequence for e in entries if e.num_samples], num_samples[num_samples > 0]
+        ),
+        prompt_logprobs=_build_prompt_logprobs(entries, query_start),
     )
 
 
@@ -166,31 +162,32 @@ def _slots(
     return blocks * block_size + positions % block_size
 
 
-def _build_sampling(plan: StepPlan, num_samples: NDArray[np.int32]) -> SamplingBatch:
-    drawn = [e.sequence for e in plan.scheduled if e.num_samples]
-    repeats = num_samples[num_samples > 0]
-    logits_row = np.repeat(np.arange(len(drawn), dtype=np.int32), repeats)
-    first = np.array([s.index for s in drawn], np.int32)
-    since_first = np.arange(len(logits_row)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-    params = [s.request.core.params for s in drawn]
-    asked = np.array([p.temperature for p in params], np.float64)
-    temperature = np.where(asked < GREEDY_TEMPERATURE, 0.0, np.minimum(asked, MAX_TEMPERATURE))
-    top_k = np.fromiter(map(min, [p.top_k for p in params], repeat(MAX_TOP_K)), np.int32)
-    num_tokens = np.fromiter(map(len, [s.token_ids for s in drawn]), np.int32)
-    output_position = num_tokens - np.array([s.request.num_prompt_tokens for s in drawn], np.int32)
-    banned = [
-        (row, token)
-        for row, (s, position) in enumerate(zip(drawn, output_position.tolist(), strict=True))
-        if position < s.request.core.params.min_tokens
-        for token in s.request.banned_token_ids
+def _build_prompt_logprobs(
+    entries: list[ScheduledSequence], query_start: NDArray[np.int32]
+) -> PromptLogprobsBatch | None:
+    """None when no scheduled request asks for prompt logprobs that are not known yet."""
+    asking = [
+        (i, e, e.sequence.request)
+        for i, e in enumerate(entries)
+        if e.sequence.request.core.params.prompt_logprobs is not None
+        and len(e.sequence.request.prompt_logprobs) < e.sequence.request.num_prompt_tokens - 1
     ]
-    return SamplingBatch(
-        logits_row=logits_row,
-        temperature=temperature.astype(np.float32)[logits_row],
-        top_p=np.array([p.top_p for p in params], np.float32)[logits_row],
-        top_k=top_k[logits_row],
-        seed=np.array([s.request.core.seed for s in drawn], np.uint64)[logits_row],
-        sample_index=first[logits_row] + since_first.astype(np.int32),
-        output_position=output_position[logits_row],
-        banned=np.array(banned, np.int32).reshape(-1, 2),
+    if not asking:
+        return None
+    counts = np.zeros(len(entries), np.int32)
+    tokens: list[int] = []
+    targets: list[int] = []
+    asked: list[int] = []
+    for i, entry, request in asking:
+        first = len(request.prompt_logprobs)
+        stop = min(entry.start + entry.num_tokens, request.num_prompt_tokens - 1)
+        counts[i] = max(0, stop - first)
+        tokens += range(
+            query_start[i] + first - entry.start, query_start[i] + max(first, stop) - entry.start
+        )
+        targets += request.core.prompt_token_ids[first + 1 : stop + 1]
+        count = request.core.params.prompt_logprobs
+        asked += [MAX_COUNT if count == -1 else count or 0] * int(counts[i])
+    return PromptLogprobsBatch(
+        np.array(tokens, np.int32), np.array(targets, np.int32), counts, np.array(asked, np.int32)
     )

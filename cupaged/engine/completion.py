@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from cupaged.engine.detokenizer import IncrementalDetokenizer
 from cupaged.engine.stop_strings import StopStringMatcher
+from cupaged.engine.token_alternatives import alternatives
 from cupaged.loading.tokenizer import Tokenizer
-from cupaged.outputs import CompletionOutput, CoreOutput, FinishReason
+from cupaged.outputs import CompletionOutput, CoreOutput, FinishReason, TokenAlternatives
 from cupaged.sampling_params import SamplingParams
 
 
@@ -28,6 +29,8 @@ class Completion:
         self._text = ""
         self._delta = ""
         self._stop_reason: int | str | None = None
+        self._tokenizer = tokenizer
+        self._logprobs: list[TokenAlternatives] | None = None if params.logprobs is None else []
         self._detokenizer = (
             IncrementalDetokenizer(
                 tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens
@@ -47,6 +50,9 @@ class Completion:
         if output.finish_reason == "stop" and not self._params.include_stop_str_in_output:
             visible = visible[:-1]  # the token that stopped it is no text
         self._token_ids += output.new_token_ids
+        if self._logprobs is not None:
+            told = output.logprobs or []
+            self._logprobs += [alternatives(self._tokenizer, position) for position in told]
         if self._detokenizer is not None:
             self._deliver(self._detokenizer.append(visible))
         if output.finish_reason is not None and self.finish_reason is None:
@@ -66,10 +72,13 @@ class Completion:
     def output(self) -> CompletionOutput:
         """The sample so far; the next output's delta begins here."""
         delta, self._delta = self._delta, ""
+        logprobs = None if self._logprobs is None else self._logprobs.copy()
         return CompletionOutput(
             index=self.index,
             text=self._text,
             token_ids=self._token_ids.copy(),
+            cumulative_logprob=None if logprobs is None else _cumulative(logprobs),
+            logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             delta=delta,
@@ -88,3 +97,8 @@ class Completion:
     def _add(self, text: str) -> None:
         self._text += text
         self._delta += text
+
+
+def _cumulative(logprobs: list[TokenAlternatives]) -> float:
+    """Sum over the drawn tokens, each the first of its position."""
+    return sum(next(iter(position.values())).logprob for position in logprobs)

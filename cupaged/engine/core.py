@@ -1,33 +1,28 @@
 """The engine core: requests of token ids in, tokens out, one step at a time.
 
 It checks requests at the door, lets the scheduler plan, hands plans to the runner, appends the
-tokens, forks samples and stops sequences. It knows no text, no files and no clock, and
-what goes in and out are plain dataclasses.
+tokens, forks samples and stops sequences. It knows no text and no files, its clock is
+given to it, and what goes in and out are plain dataclasses.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-import numpy as np
-from numpy.typing import NDArray
+from itertools import islice
 
 from cupaged.config import EngineConfig
 from cupaged.engine.batch import StepPlan
 from cupaged.engine.block_manager import BlockManager
+from cupaged.engine.door import check_request
 from cupaged.engine.runner import FAILED_TOKEN, Runner, StepOutput
-from cupaged.engine.scheduler import FirstComeFirstServed, Scheduler, SchedulingPolicy
-from cupaged.errors import (
-    CapacityError,
-    EngineError,
-    InvalidParameterError,
-    PromptError,
-)
-from cupaged.outputs import CoreOutput, EngineStats, FinishReason
+from cupaged.engine.scheduler import Scheduler
+from cupaged.engine.scheduling_policy import FirstComeFirstServed, SchedulingPolicy
+from cupaged.errors import EngineError, QueueFullError
+from cupaged.outputs import CoreOutput, EngineStats, FinishReason, TokenLogprobs
 from cupaged.request import CoreRequest, Request, Sequence, SequenceStatus
-from cupaged.sampling_params import SamplingParams
 
 
 class EngineCore:
@@ -37,10 +32,16 @@ class EngineCore:
         config: the limits.
         runner: computes the steps.
         policy: order of waiting and victims of preemption; first come, first served by default.
+        clock: seconds, monotonic.
     """
 
     def __init__(
-        self, config: EngineConfig, runner: Runner, *, policy: SchedulingPolicy | None = None
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        *,
+        policy: SchedulingPolicy | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
         self.block_manager = BlockManager(
@@ -53,6 +54,7 @@ class EngineCore:
             policy = FirstComeFirstServed()
         self.scheduler = Scheduler(config, self.block_manager, policy)
         self._runner = runner
+        self._clock = clock
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[tuple[StepPlan, int]] = deque()
         self._num_arrivals = 0
@@ -72,8 +74,10 @@ class EngineCore:
                 id is outside the vocabulary, or another field cannot be served.
             PromptError: the prompt is empty, too long, or has ids outside the vocabulary.
             CapacityError: prompt and output can never fit into the KV pool.
+            QueueFullError: too much waits already.
         """
-        max_tokens = self._check(core_request)
+        max_tokens = check_request(core_request, self.config, self._requests)
+        self._check_queue(len(core_request.prompt_token_ids))
         request = Request(core_request, arrival=self._num_arrivals, max_tokens=max_tokens)
         self._num_arrivals += 1
         self._num_prompt_tokens += request.num_prompt_tokens
@@ -120,6 +124,9 @@ class EngineCore:
             self._num_preemptions += len(plan.preempted)
             if not plan.scheduled:
                 break
+            for sequence in plan.admitted:
+                if sequence.request.first_scheduled_time is None:
+                    sequence.request.first_scheduled_time = self._clock()
             with self._dropping_on_failure(plan):
                 self._in_flight.append((plan, self._runner.submit(plan)))
         if not self._in_flight:
@@ -163,8 +170,12 @@ class EngineCore:
         self.block_manager.audit()
         unfinished = [s for r in self._requests.values() for s in r.unfinished()]
         running = [s for s in unfinished if s.status is SequenceStatus.RUNNING]
-        orders = [s.order for s in self.scheduler.running]
-        assert orders == sorted({s.order for s in running}), "running list is out of order"
+        keys = [self.scheduler.policy.key(s) for s in self.scheduler.running]
+        assert keys == sorted(map(self.scheduler.policy.key, running)), "running is out of order"
+        waiting = [s for s in unfinished if s.status is SequenceStatus.WAITING]
+        queued = (len(waiting), sum(s.num_tokens for s in waiting))
+        counted = (self.scheduler.num_queued_reqs, self.scheduler.num_queued_tokens)
+        assert counted == queued, f"{counted} requests and tokens are counted, {queued} wait"
         for sequence in unfinished:
             blocks = self.block_manager.blocks_of(sequence.order)
             held = self.block_manager.holds_blocks(sequence.order)
@@ -177,6 +188,26 @@ class EngineCore:
 
     # ---- inside --------------------------------------------------------------------------------
 
+    def _check_queue(self, num_tokens: int) -> None:
+        """An empty queue always takes one more request, however long."""
+        scheduler, config = self.scheduler, self.config
+        waiting = scheduler.num_queued_reqs
+        if not waiting:
+            return
+        for what, value, limit in (
+            ("requests", waiting + 1, config.max_num_queued_reqs),
+            (
+                "prompt tokens",
+                scheduler.num_queued_tokens + num_tokens,
+                config.max_num_queued_tokens,
+            ),
+        ):
+            if limit is not None and value > limit:
+                raise QueueFullError(
+                    f"the queue is full: with this request {value} {what} would wait, "
+                    f"at most {limit} may; {waiting} requests wait now"
+                )
+
     def _cancel(self, request: Request, index: int, reason: FinishReason) -> bool:
         """Remember to end a sample when it is forked; the last one ends the request now."""
         if index in request.cancelled or not 0 <= index < request.core.params.n:
@@ -186,70 +217,6 @@ class EngineCore:
             self._finish(request.sequences[0], reason)
             self._forget_if_finished(request)
         return True
-
-    def _check(self, core_request: CoreRequest) -> int:
-        """Refuse what cannot be served; returns the most tokens that may be generated."""
-        config, params = self.config, core_request.params
-        if not isinstance(core_request.request_id, str):
-            raise InvalidParameterError("request_id", core_request.request_id, "a string")
-        if core_request.request_id in self._requests:
-            raise InvalidParameterError(
-                "request_id", core_request.request_id, "different from all unfinished requests"
-            )
-        if not isinstance(params, SamplingParams):
-            raise InvalidParameterError("params", params, "a SamplingParams")
-        prompt = _checked_prompt(core_request.prompt_token_ids, config.vocab_size)
-        if len(prompt) >= config.max_model_len:
-            raise PromptError(
-                "prompt length in tokens",
-                len(prompt),
-                f"at most {config.max_model_len - 1} (max_model_len={config.max_model_len} less "
-                "one token of output)",
-            )
-        for name, ids in (
-            ("stop_token_ids", params.stop_token_ids or ()),
-            ("eos_token_ids", core_request.eos_token_ids),
-        ):
-            for i, token in enumerate(ids):
-                if not 0 <= token < config.vocab_size:
-                    raise InvalidParameterError(
-                        f"{name}[{i}]", token, f"in [0, {config.vocab_size})"
-                    )
-        seed = core_request.seed
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
-            raise InvalidParameterError("seed", seed, "an integer in [0, 2^64)")
-        ending = {*(params.stop_token_ids or ())}
-        if not params.ignore_eos:
-            ending.update(core_request.eos_token_ids)
-        if params.min_tokens and len(ending) >= config.vocab_size:
-            raise InvalidParameterError(
-                "min_tokens", params.min_tokens, "0 when every token ends the output"
-            )
-        if params.n > config.max_num_seqs:
-            raise InvalidParameterError(
-                "n", params.n, f"at most max_num_seqs={config.max_num_seqs}"
-            )
-        room = config.max_model_len - len(prompt)
-        pool = config.num_blocks * config.block_size
-        # The last token of a sequence is drawn but never computed: it needs no slot.
-        fitting = pool - len(prompt) + 1
-        if fitting < 1:
-            raise CapacityError(
-                "prompt length in tokens",
-                len(prompt),
-                f"at most {pool}: the KV pool has {config.num_blocks} blocks of "
-                f"{config.block_size} tokens",
-            )
-        if params.max_tokens is None:
-            return min(room, fitting)
-        if min(params.max_tokens, room) > fitting:
-            raise CapacityError(
-                "max_tokens",
-                params.max_tokens,
-                f"at most {fitting} for a prompt of {len(prompt)} tokens: the KV pool has "
-                f"{config.num_blocks} blocks of {config.block_size} tokens",
-            )
-        return min(params.max_tokens, room)
 
     @contextmanager
     def _dropping_on_failure(self, plan: StepPlan) -> Iterator[None]:
@@ -269,25 +236,35 @@ class EngineCore:
     def _apply(self, plan: StepPlan, output: StepOutput) -> list[CoreOutput]:
         """Fork where a prompt is done, append the drawn tokens, stop what has to stop."""
         outputs: list[CoreOutput] = []
-        drawn = iter(output.token_ids)
-        for entry in plan.scheduled:
-            tokens = [next(drawn) for _ in range(entry.num_samples)]
+        told = output.logprobs or [None] * len(output.token_ids)
+        drawn = zip(output.token_ids, told, strict=True)
+        for i, entry in enumerate(plan.scheduled):
+            samples = list(islice(drawn, entry.num_samples))
             parent = entry.sequence
-            if parent.status is not SequenceStatus.RUNNING or not tokens:
-                continue  # aborted while in flight, or a chunk in the middle of the tokens
+            if parent.status is not SequenceStatus.RUNNING:
+                continue  # aborted while in flight
+            if output.prompt_logprobs:
+                parent.request.prompt_logprobs += output.prompt_logprobs[i]
+            if not samples:
+                continue  # a chunk in the middle of the tokens
             parent.num_pending_samples = 1
-            siblings = [self.scheduler.fork(parent, i) for i in range(1, len(tokens))]
-            for sequence, new_tokens in zip([parent, *siblings], tokens, strict=True):
+            prompt_logprobs = [] if parent.num_output_tokens else parent.request.prompt_logprobs
+            siblings = [self.scheduler.fork(parent, j) for j in range(1, len(samples))]
+            for sequence, (tokens, logprobs) in zip([parent, *siblings], samples, strict=True):
                 if sequence.index in parent.request.cancelled:
                     self._finish(sequence, parent.request.cancelled.pop(sequence.index))
                 else:
-                    outputs.append(self._append(sequence, new_tokens))
+                    outputs.append(self._append(sequence, tokens, logprobs))
+                    outputs[-1].prompt_logprobs, prompt_logprobs = prompt_logprobs, []
             self._forget_if_finished(parent.request)
         return outputs
 
-    def _append(self, sequence: Sequence, tokens: list[int]) -> CoreOutput:
+    def _append(
+        self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> CoreOutput:
         """Append drawn tokens up to the first that ends the sequence."""
         accepted: list[int] = []
+        request = sequence.request
         for token in tokens:
             if token == FAILED_TOKEN:
                 self._finish(sequence, "error")
@@ -299,10 +276,12 @@ class EngineCore:
             if sequence.status is SequenceStatus.FINISHED:
                 break
         return CoreOutput(
-            request_id=sequence.request.core.request_id,
+            request_id=request.core.request_id,
             index=sequence.index,
             new_token_ids=accepted,
-            num_preemptions=sequence.request.num_preemptions,
+            logprobs=None if logprobs is None else logprobs[: len(accepted)],
+            num_preemptions=request.num_preemptions,
+            first_scheduled_time=request.first_scheduled_time,
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
         )
@@ -310,7 +289,7 @@ class EngineCore:
     def _stop_if_due(self, sequence: Sequence, token: int) -> None:
         core, params = sequence.request.core, sequence.request.core.params
         if sequence.num_output_tokens >= params.min_tokens:
-            if token in (params.stop_token_ids or ()):
+            if token in params.stop_ids:
                 return self._finish(sequence, "stop", token)
             if token in core.eos_token_ids and not params.ignore_eos:
                 return self._finish(sequence, "stop")
@@ -326,22 +305,3 @@ class EngineCore:
         request_id = request.core.request_id
         if request.finished and self._requests.get(request_id) is request:  # ids are used again
             del self._requests[request_id]
-
-
-def _checked_prompt(token_ids: Iterable[int], vocab_size: int) -> NDArray[np.int64]:
-    """The prompt as an array; PromptError unless it is integers inside the vocabulary."""
-    try:
-        prompt = np.array(token_ids)
-    except ValueError:  # lists of unequal lengths
-        prompt = np.array(None)
-    if prompt.ndim == 1 and not len(prompt):
-        raise PromptError("prompt", [], "at least one token")
-    if prompt.ndim != 1 or prompt.dtype.kind != "i":
-        raise PromptError("prompt_token_ids", token_ids, f"integers in [0, {vocab_size})")
-    outside = np.flatnonzero((prompt < 0) | (prompt >= vocab_size))
-    if outside.size:
-        position = int(outside[0])
-        raise PromptError(
-            f"prompt_token_ids[{position}]", int(prompt[position]), f"in [0, {vocab_size})"
-        )
-    return prompt

@@ -14,9 +14,10 @@ from typing import Any
 
 from cupaged.engine.completion import Completion
 from cupaged.engine.core import EngineCore
+from cupaged.engine.token_alternatives import alternatives, bad_words_token_ids
 from cupaged.errors import InvalidParameterError, PromptError
 from cupaged.loading.tokenizer import Tokenizer
-from cupaged.outputs import FinishReason, RequestMetrics, RequestOutput
+from cupaged.outputs import FinishReason, RequestMetrics, RequestOutput, TokenAlternatives
 from cupaged.request import CoreRequest
 from cupaged.sampling_params import SamplingParams
 
@@ -57,26 +58,40 @@ class Engine:
         """True while `step` will bring something."""
         return bool(self._requests)
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0
+    ) -> None:
         """Queue a request.
 
         Args:
             prompt: a text, {"prompt": text}, {"prompt_token_ids": ids} or a list of ids.
+            priority: lower is served earlier, where the engine's policy is "priority".
 
         Raises:
             PromptError, InvalidParameterError, CapacityError: it cannot be served; nothing changed.
+            QueueFullError: too much waits already; nothing changed.
         """
+        arrival_time = self._clock()
         if not isinstance(params, SamplingParams):
             raise InvalidParameterError("sampling_params", params, "a SamplingParams")
         text, token_ids = self._encode(prompt)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         self.core.add_request(
-            CoreRequest(request_id, tuple(token_ids), params, self._eos_token_ids, seed)
+            CoreRequest(
+                request_id,
+                tuple(token_ids),
+                params,
+                self._eos_token_ids,
+                seed,
+                priority,
+                bad_words_token_ids(self.tokenizer, params.bad_words or ()),
+            )
         )
         completions = [Completion(i, self.tokenizer, token_ids, params) for i in range(params.n)]
-        self._requests[request_id] = _TextRequest(
-            request_id, text, token_ids, completions, self._clock()
-        )
+        request = _TextRequest(request_id, text, token_ids, completions, arrival_time)
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]
+        self._requests[request_id] = request
 
     def step(self) -> list[RequestOutput]:
         """Make one step; the outputs are of the requests that it moved on.
@@ -97,6 +112,10 @@ class Engine:
                 continue
             moved[output.request_id] = request
             request.num_preemptions = output.num_preemptions
+            request.first_scheduled_time = output.first_scheduled_time
+            if request.prompt_logprobs is not None:
+                told = [alternatives(self.tokenizer, p) for p in output.prompt_logprobs]
+                request.prompt_logprobs += told
             if request.first_token_time is None and output.new_token_ids:
                 request.first_token_time = now
             completion = request.completions[output.index]
@@ -128,10 +147,12 @@ class Engine:
             finished=finished,
             metrics=RequestMetrics(
                 arrival_time=request.arrival_time,
+                first_scheduled_time=request.first_scheduled_time,
                 first_token_time=request.first_token_time,
                 finished_time=now if finished else None,
                 num_preemptions=request.num_preemptions,
             ),
+            prompt_logprobs=request.prompt_logprobs,
         )
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -177,7 +198,9 @@ class _TextRequest:
         self.prompt_token_ids = prompt_token_ids
         self.completions = completions
         self.arrival_time = arrival_time
+        self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
+        self.prompt_logprobs: list[TokenAlternatives | None] | None = None
         self.num_preemptions = 0
 
 

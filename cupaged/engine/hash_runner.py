@@ -17,6 +17,7 @@ from cupaged.engine.batch import Batch, StepPlan, build_batch
 from cupaged.engine.runner import StepOutput
 
 _MASK = 2**64 - 1
+_NO_PAIRS = np.zeros((0, 2), np.int32)
 _POISON = np.uint64(0xDEADDEADDEADDEAD)
 
 
@@ -110,7 +111,9 @@ class HashRunner:
             blocks = table[sequence, positions // self._block_size]
             kv = self._pool[blocks, positions % self._block_size]
             token = token_of(kv, self._vocab_size, *_key(sampling, sample))
-            banned = set(sampling.banned[sampling.banned[:, 0] == row, 1].tolist())
+            edits = sampling.edits
+            pairs = edits.banned if edits is not None else _NO_PAIRS
+            banned = set(pairs[pairs[:, 0] == row, 1].tolist())
             while token in banned:
                 token = (token + 1) % self._vocab_size
             tokens.append(token)

@@ -8,14 +8,16 @@ collected in order; a runner may compute at either moment.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from cupaged.config import EngineConfig, ModelConfig
-from cupaged.engine.batch import Batch, SamplingBatch, StepPlan, build_batch
+from cupaged.engine.batch import Batch, PromptLogprobsBatch, StepPlan, build_batch
+from cupaged.engine.sampling_batch import SamplingBatch
 from cupaged.ops import KVCache, KVCacheSpec, Ops, StepContext
+from cupaged.outputs import TokenLogprobs
 
 FAILED_TOKEN = -1  # a draw whose logits were not numbers
 
@@ -27,10 +29,15 @@ class StepOutput:
     token_ids: for each sample, in the order of the plan's sequences, the list of its new tokens.
         A list holds one token now; drafts that were accepted make it longer. `FAILED_TOKEN` says
         that this sample's logits were not numbers.
+    logprobs: for each sample one entry a new token, None for samples that did not ask; empty when
+        none did.
+    prompt_logprobs: for each sequence of the plan its next prompt tokens; empty when none asked.
     """
 
     step_id: int
     token_ids: list[list[int]]
+    logprobs: list[list[TokenLogprobs] | None] = field(default_factory=list)
+    prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
 
 
 class Runner(Protocol):
@@ -92,28 +99,76 @@ class ModelRunner:
     def submit(self, plan: StepPlan) -> int:
         """Compute the step at once."""
         batch = build_batch(plan, self._config.block_size)
-        tokens = self._run(batch)
-        self._done[plan.step_id] = StepOutput(plan.step_id, [[t] for t in tokens])
+        if len(batch.copies):
+            self._ops.copy_blocks(self._kv_caches, batch.copies)
+        step = self._ops.begin_step(batch)
+        hidden = self._model.forward(step, self._kv_caches, self._work)
+        prompt_logprobs = self._score_prompts(hidden, batch.prompt_logprobs)
+        tokens, logprobs = self._draw(hidden, batch)
+        self._done[plan.step_id] = StepOutput(
+            plan.step_id, [[token] for token in tokens], logprobs, prompt_logprobs
+        )
         return plan.step_id
 
     def collect(self, handle: int) -> StepOutput:
         """The tokens of a step that `submit` has computed."""
         return self._done.pop(handle)
 
-    def _run(self, batch: Batch) -> list[int]:
-        if len(batch.copies):
-            self._ops.copy_blocks(self._kv_caches, batch.copies)
-        step = self._ops.begin_step(batch)
-        hidden = self._model.forward(step, self._kv_caches, self._work)
-        num_logits = len(batch.logits_tokens)
-        if num_logits == 0:
+    def _draw(
+        self, hidden: Any, batch: Batch
+    ) -> tuple[list[int], list[list[TokenLogprobs] | None]]:
+        """A token a sample, and what the samples that asked want to know about it."""
+        if not len(batch.logits_tokens):
+            return [], []
+        sampling = batch.sampling
+        logits = self._compute_logits(hidden, batch.logits_tokens)
+        asking = np.flatnonzero(sampling.num_logprobs >= 0)
+        if len(asking):  # sampling edits the logits; the report is of the model's own
+            own = self._ops.empty((len(asking), self._config.vocab_size), np.float32)
+            self._ops.gather_rows(own, logits, sampling.logits_row[asking])
+        drawn = self._sampler(logits, sampling)
+        tokens = np.where(sampling.forced >= 0, sampling.forced, drawn)
+        if not len(asking):
+            return tokens.tolist(), []
+        counts = sampling.num_logprobs[asking]
+        known = np.maximum(tokens[asking], 0).astype(np.int32)
+        report = self._ops.logprobs(own, known, int(counts.max()))
+        logprobs: list[list[TokenLogprobs] | None] = [None] * len(tokens)
+        for sample, told in zip(asking.tolist(), _told(report, counts.tolist()), strict=True):
+            logprobs[sample] = [told]
+        return tokens.tolist(), logprobs
+
+    def _score_prompts(
+        self, hidden: Any, wanted: PromptLogprobsBatch | None
+    ) -> list[list[TokenLogprobs]]:
+        """Log probabilities of prompt tokens, as many rows of logits at a time as there is room."""
+        if wanted is None:
             return []
-        rows = self._hidden[:num_logits]
-        self._ops.gather_rows(rows, hidden, batch.logits_tokens)
-        logits = self._logits[:num_logits]
+        told: list[TokenLogprobs] = []
+        for first in range(0, len(wanted.tokens), self._config.max_logits):
+            part = slice(first, first + self._config.max_logits)
+            logits = self._compute_logits(hidden, wanted.tokens[part])
+            counts = wanted.num_logprobs[part]
+            report = self._ops.logprobs(logits, wanted.targets[part], int(counts.max()))
+            told += _told(report, counts.tolist())
+        ends = np.cumsum(wanted.counts).tolist()
+        return [told[end - n : end] for end, n in zip(ends, wanted.counts.tolist(), strict=True)]
+
+    def _compute_logits(self, hidden: Any, tokens: Any) -> Any:
+        """Logits [len(tokens), vocab_size] of flat tokens, in the one buffer there is."""
+        rows, logits = self._hidden[: len(tokens)], self._logits[: len(tokens)]
+        self._ops.gather_rows(rows, hidden, tokens)
         self._model.compute_logits(logits, rows)
-        tokens: list[int] = self._sampler(logits, batch.sampling).tolist()
-        return tokens
+        return logits
+
+
+def _told(report: tuple[Any, Any, Any], counts: list[int]) -> list[TokenLogprobs]:
+    """The rows of `Ops.logprobs`, each cut to the number of likeliest tokens it asked for."""
+    columns = (column.tolist() for column in report)
+    return [
+        TokenLogprobs(ids[: n + 1], values[: n + 1], ranks[: n + 1])
+        for ids, values, ranks, n in zip(*columns, counts, strict=True)
+    ]
 
 
 class NullRunner:

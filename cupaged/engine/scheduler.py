@@ -9,75 +9,18 @@ count on. Prefill, chunked prefill, decode and recomputation after preemption ar
 from __future__ import annotations
 
 from bisect import insort
-from collections import OrderedDict
-from typing import Protocol
 
 from cupaged.config import EngineConfig
 from cupaged.engine.batch import ScheduledSequence, StepPlan
 from cupaged.engine.block_manager import BlockCopy, BlockManager
+from cupaged.engine.scheduling_policy import SchedulingPolicy
 from cupaged.request import Sequence, SequenceStatus
-
-
-class SchedulingPolicy(Protocol):
-    """Order of the waiting sequences, and who gives way when blocks run out."""
-
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that has never run."""
-
-    def add_preempted(self, sequence: Sequence) -> None:
-        """Queue a sequence again that was preempted."""
-
-    def remove(self, sequence: Sequence) -> None:
-        """Take a waiting sequence out."""
-
-    def peek(self) -> Sequence | None:
-        """The sequence to admit next, None if none waits."""
-
-    def victim(self, candidates: list[Sequence]) -> Sequence:
-        """Which of the running `candidates` (in order of arrival, not empty) is preempted."""
-
-    def __len__(self) -> int: ...
-
-
-class FirstComeFirstServed:
-    """Strict order of arrival: preempted sequences stand before new ones, nobody skips ahead.
-
-    The head of the queue waits until it fits, and everybody behind it waits too; since running
-    sequences end, that wait is finite. The victim is the latest arrival.
-    """
-
-    def __init__(self) -> None:
-        self._queue: OrderedDict[tuple[int, int], Sequence] = OrderedDict()
-
-    def add(self, sequence: Sequence) -> None:
-        """Queue at the end."""
-        self._queue[sequence.order] = sequence
-
-    def add_preempted(self, sequence: Sequence) -> None:
-        """Queue at the front. Victims come latest first, so they stand in order of arrival."""
-        self._queue[sequence.order] = sequence
-        self._queue.move_to_end(sequence.order, last=False)
-
-    def remove(self, sequence: Sequence) -> None:
-        """Take a waiting sequence out."""
-        del self._queue[sequence.order]
-
-    def peek(self) -> Sequence | None:
-        """The head of the queue."""
-        return next(iter(self._queue.values()), None)
-
-    def victim(self, candidates: list[Sequence]) -> Sequence:
-        """The latest arrival."""
-        return candidates[-1]
-
-    def __len__(self) -> int:
-        return len(self._queue)
 
 
 class Scheduler:
     """Plans steps under a token budget, a sequence budget and the block pool.
 
-    `running` is in order of arrival. A sequence whose step is in flight is passed over until the
+    `running` is in the policy's order. A sequence whose step is in flight is passed over until the
     step's output is known, so that steps in flight hold different sequences.
     """
 
@@ -89,6 +32,8 @@ class Scheduler:
         self.policy = policy
         self.running: list[Sequence] = []
         self.num_in_flight = 0
+        self.num_queued_reqs = 0  # requests that have never run
+        self.num_queued_tokens = 0  # their prompt tokens
         self._next_step_id = 0
 
     @property
@@ -99,6 +44,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
         self.policy.add(sequence)
+        self._count_queued(sequence, 1)
 
     def remove(self, sequence: Sequence) -> None:
         """Take an unfinished sequence out and free its blocks."""
@@ -107,6 +53,7 @@ class Scheduler:
             self.block_manager.free(sequence.order)
         else:
             self.policy.remove(sequence)
+            self._count_queued(sequence, -1)
 
     def schedule(self) -> StepPlan:
         """Plan a step: running sequences first, then waiting ones. The plan may be empty."""
@@ -132,7 +79,7 @@ class Scheduler:
         """A running sibling of a running sequence that shares all its blocks."""
         child = parent.fork(index)
         self.block_manager.fork(parent.order, child.order)
-        insort(self.running, child, key=_order)
+        insort(self.running, child, key=self.policy.key)
         return child
 
     def _continue_running(self, plan: StepPlan, budget: int) -> int:
@@ -141,10 +88,9 @@ class Scheduler:
         while position < len(self.running) and budget > 0:
             sequence = self.running[position]
             if not sequence.in_flight:
-                num_new = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
-                copies = self._make_room(plan, position, num_new)
-                if copies is None and sequence.status is SequenceStatus.PREEMPTED:
-                    continue  # the next sequence stands at this position now
+                left = sequence.num_tokens - sequence.num_computed_tokens
+                num_new = min(left, budget, self.config.max_chunk)
+                copies = self._make_room(plan, sequence, num_new)
                 if copies is None:
                     break
                 plan.copies += copies
@@ -153,13 +99,14 @@ class Scheduler:
             position += 1
         return budget
 
-    def _make_room(self, plan: StepPlan, position: int, num_new: int) -> list[BlockCopy] | None:
-        """Blocks for running[position], at the cost of others that are not in this plan.
+    def _make_room(
+        self, plan: StepPlan, sequence: Sequence, num_new: int
+    ) -> list[BlockCopy] | None:
+        """Blocks for a running sequence, at the cost of those behind it, not yet in this plan.
 
-        None when the sequence cannot run now: it was preempted itself, or what it needs is held by
-        steps in flight.
+        None when it cannot run now: it was the last one and was preempted itself, or what it needs
+        is held by steps in flight.
         """
-        sequence = self.running[position]
         while True:
             copies = self.block_manager.allocate(
                 sequence.order, sequence.num_computed_tokens, num_new
@@ -168,7 +115,7 @@ class Scheduler:
                 return copies
             if self.num_in_flight:  # what a victim gives back would be in quarantine: wait
                 return None
-            victim = self.policy.victim(self.running[position:])
+            victim = self.running[-1]
             self._preempt(plan, victim)
             if victim is sequence:
                 return None
@@ -185,10 +132,12 @@ class Scheduler:
                 is None
             ):
                 break
-            self.policy.remove(sequence)
+            self.policy.admit(sequence)
+            self._count_queued(sequence, -1)
+            plan.admitted.append(sequence)
             sequence.status = SequenceStatus.RUNNING
-            insort(self.running, sequence, key=_order)
-            num_new = min(sequence.num_tokens, budget)
+            insort(self.running, sequence, key=self.policy.key)
+            num_new = min(sequence.num_tokens, budget, self.config.max_chunk)
             self._schedule(plan, sequence, num_new)
             budget -= num_new
             free_slots -= sequence.num_pending_samples
@@ -198,6 +147,11 @@ class Scheduler:
         reaches_end = start + num_new == sequence.num_tokens
         num_samples = sequence.num_pending_samples if reaches_end else 0
         plan.scheduled.append(ScheduledSequence(sequence, start, num_new, num_samples))
+
+    def _count_queued(self, sequence: Sequence, change: int) -> None:
+        if sequence.status is SequenceStatus.WAITING:
+            self.num_queued_reqs += change
+            self.num_queued_tokens += change * sequence.num_tokens
 
     def _preempt(self, plan: StepPlan, sequence: Sequence) -> None:
         """Free a running sequence's blocks; it will compute all its tokens again."""
@@ -218,7 +172,3 @@ class Scheduler:
         plan.block_tables = (self.block_manager.block_table[rows, :width],)
         self.num_in_flight += 1
         self.block_manager.step_submitted(plan.step_id, plan.copies)
-
-
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.order

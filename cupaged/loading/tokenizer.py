@@ -115,6 +115,10 @@ class Tokenizer:
                 templates[name or _DEFAULT_TEMPLATE] = value
         return cls(backend, special_tokens=special_tokens, templates=templates)
 
+    def to_json(self) -> str:
+        """The content of a `tokenizer.json`."""
+        return str(self._backend.to_str())
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`.
 

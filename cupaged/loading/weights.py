@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,6 +22,8 @@ from cupaged.ops import Ops
 
 _logger = logging.getLogger(__name__)
 _SHOWN_NAMES = 8
+_MOST_READERS = 4  # threads; more than the memory bus can feed
+FREQUENCY_FACTORS = "rope_freqs.weight"
 Format = Literal["hf", "gguf"]
 
 
@@ -110,6 +113,8 @@ def check_tensors(
         CheckpointError: a tensor is missing, has another shape, or is not in the table.
     """
     left = set(reader.tensors)
+    if form == "gguf":
+        left.discard(FREQUENCY_FACTORS)  # `hf_config_from_gguf` has read it
     missing = []
     for name, shape in _expected(entries, form):
         info = reader.tensors.get(name)
@@ -136,25 +141,36 @@ def check_tensors(
 def load_weights(
     entries: Sequence[WeightEntry], reader: TensorReader, form: Format, ops: Ops
 ) -> dict[str, Any]:
-    """Read every entry to the device, after `check_tensors`."""
+    """Read every entry to the device, after `check_tensors`. Entries are decoded in parallel."""
+
+    def read(entry: WeightEntry) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+        return read_entry(entry, reader, form)
+
     weights: dict[str, Any] = {}
-    for entry in entries:
-        if entry.kind == "vector":
-            vector = np.empty(entry.columns, np.float32)
-            reader.read_into(f"{getattr(entry.parts[0], form)}.weight", vector)
-            weights[entry.name] = ops.asarray(vector)
-            continue
-        matrix = np.empty((entry.rows, entry.columns), np.float32)
-        bias = np.empty(entry.rows, np.float32) if entry.bias else None
-        first = 0
-        for part in entry.parts:
-            rows = slice(first, first + part.rows)
-            _read_part(reader, part, "weight", form, matrix[rows])
-            if bias is not None:
-                _read_part(reader, part, "bias", form, bias[rows])
-            first += part.rows
-        weights[entry.name] = ops.pack_weight(matrix, bias)
+    with ThreadPoolExecutor(_MOST_READERS, "cupaged-read") as readers:
+        for entry, (weight, bias) in zip(entries, readers.map(read, entries), strict=True):
+            is_vector = entry.kind == "vector"
+            weights[entry.name] = (
+                ops.asarray(weight) if is_vector else ops.pack_weight(weight, bias)
+            )
     return weights
+
+
+def read_entry(
+    entry: WeightEntry, reader: TensorReader, form: Format
+) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+    """The weight of an entry, each part in its place, and its bias if it has one."""
+    is_vector = entry.kind == "vector"
+    weight = np.empty(entry.columns if is_vector else (entry.rows, entry.columns), np.float32)
+    bias = np.empty(entry.rows, np.float32) if entry.bias else None
+    first = 0
+    for part in entry.parts:
+        rows = slice(None) if is_vector else slice(first, first + part.rows)
+        _read_part(reader, part, "weight", form, weight[rows])
+        if bias is not None:
+            _read_part(reader, part, "bias", form, bias[rows])
+        first += part.rows
+    return weight, bias
 
 
 def _read_part(

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from cupaged.engine.batch import Batch, SamplingBatch
+from cupaged.engine.batch import Batch
+from cupaged.engine.sampling_batch import SamplingBatch
 
 BYTES_PER_ELEMENT = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -81,10 +82,12 @@ class Ops(Protocol):
     def pack_weight(self, weight: Array, bias: Array | None = None) -> Weight:
         """Take over a float32 host array [out_features, in_features] and a bias [out_features]."""
 
-    def rotary_table(self, inverse_frequencies: Array, max_positions: int) -> Array:
-        """Cosines and sines of position * frequency, for `rope_and_cache`.
+    def rotary_table(
+        self, inverse_frequencies: Array, max_positions: int, scale: float = 1.0
+    ) -> Array:
+        """scale * cosines and sines of position * frequency, for `rope_and_cache`.
 
-        inverse_frequencies: float64 [D / 2], radians a position.
+        inverse_frequencies: float64 [D / 2] on the host, radians a position.
         """
 
     # Once a step.
@@ -141,12 +144,24 @@ class Ops(Protocol):
     def sample(self, logits: Array, sampling: SamplingBatch) -> Array:
         """Draw a token id a sample; -1 where the logits are not numbers.
 
-        logits: float32 [num_logits, vocab_size], overwritten where tokens are banned.
-        Greedy rows take the highest logit, the lowest id among equals. The others keep the top_k
-        likeliest tokens (all if 0), of these the likeliest whose mass reaches top_p, and draw from
-        what is left at the row's temperature. Equal seeds, sample indices and output positions give
-        equal draws in any batch.
+        logits: float32 [num_logits, vocab_size]; the batch's edits are made in place.
+        Greedy rows take the highest logit, the lowest id among equals. The others drop what min_p
+        calls unlikely, keep the top_k likeliest tokens (all if 0), of these the likeliest whose
+        mass reaches top_p, and draw from what is left at the row's temperature. Equal seeds, sample
+        indices and output positions give equal draws in any batch.
 
         Returns:
             int32 [num_samples].
+        """
+
+    def logprobs(self, logits: Array, token_ids: Array, count: int) -> tuple[Array, Array, Array]:
+        """Log probabilities of one given token a row, and of the `count` likeliest.
+
+        logits: float32 [n, vocab_size]; token_ids: int32 [n]; count: at most the vocabulary counts.
+
+        Returns:
+            ids int32, logprobs float32 and ranks int32, each [n, 1 + count] on the host: the given
+            token first, then the likeliest, equal ones by token id. The rank of the given token is
+            the number of tokens at least as likely. The logprobs of a row whose logits are not
+            numbers are NaN.
         """

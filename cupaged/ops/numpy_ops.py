@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupaged.engine.batch import Batch, SamplingBatch
+from cupaged.engine.batch import Batch
+from cupaged.engine.sampling_batch import SamplingBatch
 from cupaged.ops import KVCache, KVCacheSpec
 from cupaged.ops.numpy_attention import AttentionPlan, Scratch, attend
-from cupaged.ops.numpy_sampling import sample
+from cupaged.ops.numpy_sampling import logprobs, sample
 
 FloatArray = NDArray[np.float32]
 
@@ -81,11 +82,14 @@ class NumpyOps:
         return NumpyWeight(weight, bias)
 
     def rotary_table(
-        self, inverse_frequencies: NDArray[np.float64], max_positions: int
+        self, inverse_frequencies: NDArray[np.float64], max_positions: int, scale: float = 1.0
     ) -> FloatArray:
         """float32 [2, max_positions, D / 2]: cosines, then sines, computed in float64."""
         angles = np.outer(np.arange(max_positions, dtype=np.float64), inverse_frequencies)
-        return np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
+        table = np.empty((2, *angles.shape), np.float32)
+        np.multiply(np.cos(angles), scale, out=table[0], casting="same_kind")
+        np.multiply(np.sin(angles, out=angles), scale, out=table[1], casting="same_kind")
+        return table
 
     def begin_step(self, batch: Batch) -> NumpyStep:
         """Nothing to upload."""
@@ -169,3 +173,9 @@ class NumpyOps:
     def sample(self, logits: FloatArray, sampling: SamplingBatch) -> NDArray[np.int32]:
         """See `numpy_sampling`."""
         return sample(logits, sampling)
+
+    def logprobs(
+        self, logits: FloatArray, token_ids: NDArray[np.int32], count: int
+    ) -> tuple[NDArray[np.int32], FloatArray, NDArray[np.int32]]:
+        """See `numpy_sampling`."""
+        return logprobs(logits, token_ids, count)

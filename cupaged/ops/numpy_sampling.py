@@ -1,4 +1,4 @@
-"""Sampling with NumPy: greedy, temperature, top-k and top-p, for all rows of a step at once.
+"""Sampling with NumPy: edits, greedy, temperature, min-p, top-k and top-p, for all rows at once.
 
 A draw is the arg max of logit / temperature + Gumbel noise over the tokens that are kept, with
 noise from `philox`. What is kept is exact: probability mass is summed in 64-bit fixed point, so
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from cupaged.engine.batch import SamplingBatch
+from cupaged.engine.sampling_batch import LogitsEdits, SamplingBatch
 from cupaged.ops.philox import WORDS, gumbel, philox
 
 _MASS_UNIT = float(2**40)  # fixed-point mass of the likeliest token; 2^18 tokens stay below 2^63
@@ -22,16 +22,17 @@ IntArray = NDArray[np.int64]
 def sample(logits: FloatArray, sampling: SamplingBatch) -> NDArray[np.int32]:
     """One token a sample, int32 [num_samples]; -1 where the logits are not numbers.
 
-    logits: float32 [num_logits, vocab_size]; banned entries are overwritten.
+    logits: float32 [num_logits, vocab_size]; edited in place.
     """
-    logits[sampling.banned[:, 0], sampling.banned[:, 1]] = -np.inf
+    if sampling.edits is not None:
+        _edit(logits, sampling.edits)
     best = np.argmax(logits, axis=1)
     highest = logits[np.arange(len(logits)), best]
     tokens = np.where(np.isfinite(highest), best, -1)[sampling.logits_row].astype(np.int32)
     vocab_size = logits.shape[1]
     top_k = np.where(sampling.top_k < vocab_size, sampling.top_k, 0)
     drawn = (sampling.temperature > 0) & (tokens >= 0)
-    limited = (top_k > 0) | (sampling.top_p < 1)
+    limited = (top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
     for rows, choose in (
         (np.flatnonzero(drawn & limited), _draw_limited),
         (np.flatnonzero(drawn & ~limited), _draw_from_all),
@@ -43,6 +44,51 @@ def sample(logits: FloatArray, sampling: SamplingBatch) -> NDArray[np.int32]:
                 scaled /= sampling.temperature[rows, None]
             tokens[rows] = choose(scaled, sampling, rows)
     return tokens
+
+
+def _edit(logits: FloatArray, edits: LogitsEdits) -> None:
+    """Make the changes in their order. What becomes too large for float32 fails its row later."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        logits[tuple(edits.bias.T)] += edits.bias_values
+        at = tuple(edits.repetition.T)
+        seen, penalty = logits[at], edits.repetition_values
+        logits[at] = np.where(seen > 0, seen / penalty, seen * penalty)
+        logits[tuple(edits.subtracted.T)] -= edits.subtracted_values
+    at = tuple(edits.allowed.T)
+    kept = logits[at]
+    logits[edits.allowed_rows] = -np.inf
+    logits[at] = kept
+    logits[tuple(edits.banned.T)] = -np.inf
+
+
+def logprobs(
+    logits: FloatArray, token_ids: NDArray[np.int32], count: int
+) -> tuple[NDArray[np.int32], FloatArray, NDArray[np.int32]]:
+    """See `Ops.logprobs`."""
+    num_rows, vocab_size = logits.shape
+    rows = np.arange(num_rows)[:, None]
+    count = min(count, vocab_size)
+    highest = logits.max(axis=1, keepdims=True)
+    numbers = np.isfinite(highest)
+    if not numbers.all():  # such rows fail when they are drawn from
+        logits, highest = np.where(numbers, logits, 0), np.where(numbers, highest, 0)
+    with np.errstate(over="ignore"):  # -inf, a token that is never drawn, is right
+        total = np.exp(logits - highest).sum(axis=1, dtype=np.float64)[:, None]
+    if count:
+        nth = np.partition(logits, vocab_size - count, axis=1)[:, vocab_size - count]
+        row, token = np.nonzero(logits >= nth[:, None])
+        order = np.lexsort((-logits[row, token], row))  # stable: ties by token id
+        row, token = row[order], token[order]
+        starts = np.flatnonzero(np.diff(row, prepend=-1))
+        likeliest = token[starts[:, None] + np.arange(count)]
+    else:
+        likeliest = np.zeros((num_rows, 0), np.int64)
+    ids = np.concatenate([token_ids[:, None], likeliest], axis=1).astype(np.int32)
+    own_rank = (logits >= logits[rows, ids[:, :1]]).sum(axis=1)[:, None]
+    ranks = np.concatenate([own_rank, np.broadcast_to(np.arange(1, count + 1), likeliest.shape)], 1)
+    with np.errstate(over="ignore"):
+        values = logits[rows, ids] - highest - np.where(numbers, np.log(total), np.nan)
+    return ids, values.astype(np.float32), ranks.astype(np.int32)
 
 
 def _draw_from_all(scaled: FloatArray, sampling: SamplingBatch, rows: IntArray) -> IntArray:
@@ -65,7 +111,7 @@ def _draw_from_all(scaled: FloatArray, sampling: SamplingBatch, rows: IntArray) 
 
 
 def _draw_limited(scaled: FloatArray, sampling: SamplingBatch, rows: IntArray) -> IntArray:
-    """Keep top_k, then top_p of what is left, and draw from that."""
+    """Keep min_p, then top_k, then top_p of what is left, and draw from that."""
     row, token, value = _rank(scaled, sampling, rows)
     starts = np.flatnonzero(np.diff(row, prepend=-1))
     of_row = sampling.seed[rows], sampling.output_position[rows], sampling.sample_index[rows]
@@ -87,6 +133,8 @@ def _rank(
     top_k, top_p = sampling.top_k[rows].astype(np.int64), sampling.top_p[rows].astype(np.float64)
     top_k = np.where(top_k < vocab_size, top_k, 0)
     weight = np.exp(scaled.astype(np.float64))
+    likely = weight >= sampling.min_p[rows, None]
+    weight[~likely] = 0.0
     mass = np.rint(weight * _MASS_UNIT).astype(np.int64)
     total = mass.sum(axis=1)
     # Tokens lighter than this, all together, weigh less than what top_p leaves out.
@@ -97,7 +145,7 @@ def _rank(
         nth = vocab_size - top_k[with_k]
         ordered = np.partition(scaled[with_k], np.unique(nth), axis=1)
         candidate[with_k] = scaled[with_k] >= ordered[np.arange(len(with_k)), nth][:, None]
-    row, token = np.nonzero(candidate)
+    row, token = np.nonzero(candidate & likely)
     value = scaled[row, token]
     order = np.lexsort((-value, row))  # stable: equal values stay in order of their token ids
     row, token, value = row[order], token[order], value[order]

@@ -99,6 +99,9 @@ def check_equal(counts: list[Counter[str]]) -> None:
         {"temperature": 1, "top_k": 5},
         {"temperature": 0.7, "top_p": 0.9},
         {"temperature": 1, "top_k": 9, "top_p": 0.5, "min_tokens": 20, "stop_token_ids": [7, 8]},
+        {"temperature": 1, "min_p": 0.1, "trace_decode_token_ids": [3]},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.5, "logit_bias": {3: 1, 4: -1}},
+        {"temperature": 0, "frequency_penalty": 1, "allowed_token_ids": [3, 5, 8, 400]},
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cupaged.engine.batch import SamplingBatch
+from cupaged.engine.sampling_batch import SamplingBatch
 from cupaged.llm import LLM
 from cupaged.request import CoreRequest
 from cupaged.sampling_params import SamplingParams

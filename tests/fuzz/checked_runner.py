@@ -98,6 +98,8 @@ class CheckedRunner:
         first = sequence.request.num_prompt_tokens if sequence.index else 0
         assert sequence.status is SequenceStatus.RUNNING
         assert entry.num_tokens >= 1, "a query without tokens"
+        limit = self._config.long_prefill_token_threshold
+        assert not limit or entry.num_tokens <= limit, "a chunk is longer than allowed"
         assert end <= sequence.num_tokens, "tokens that are not there yet"
         assert entry.start == self._computed.get(sequence, first), "tokens are left out or repeated"
         samples = sequence.num_pending_samples if end == sequence.num_tokens else 0

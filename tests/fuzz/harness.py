@@ -15,12 +15,12 @@ from random import Random
 from cupaged.config import EngineConfig
 from cupaged.engine.core import EngineCore
 from cupaged.engine.hash_runner import HashRunner
+from cupaged.engine.scheduling_policy import PriorityWithBoundedWait
 from cupaged.errors import BadValueError, EngineError
 from cupaged.outputs import CoreOutput
 from cupaged.request import CoreRequest
 from tests.fuzz.checked_runner import CheckedRunner
 from tests.fuzz.oracle import Answer, answer, most_tokens, refusal
-from tests.fuzz.priority_policy import ByPriority
 from tests.fuzz.traces import Abort, Add, Fail, Operation, Steps, Trace, make_trace, shrink
 
 MOST_STEPS = 20_000  # far more than any trace needs
@@ -49,7 +49,7 @@ class TraceRun:
         self.config = config
         self.runner = CheckedRunner(hashes, config, deferred=trace.deferred)
         self.core = EngineCore(
-            config, self.runner, policy=ByPriority() if trace.by_priority else None
+            config, self.runner, policy=PriorityWithBoundedWait(2) if trace.by_priority else None
         )
         self.runner.core = self.core
         self.first_come = not trace.by_priority

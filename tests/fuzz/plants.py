@@ -28,7 +28,9 @@ class Plant:
 
 
 _MANAGER, _SCHEDULER = "engine/block_manager.py", "engine/scheduler.py"
-_BATCH, _CORE, _REQUEST = "engine/batch.py", "engine/core.py", "request.py"
+_POLICY, _DOOR = "engine/scheduling_policy.py", "engine/door.py"
+_BATCH, _SAMPLING = "engine/batch.py", "engine/sampling_batch.py"
+_CORE, _REQUEST = "engine/core.py", "request.py"
 
 PLANTS = (
     Plant(
@@ -139,8 +141,8 @@ PLANTS = (
     Plant(
         "a sequence of this step is preempted",
         _SCHEDULER,
-        "self.policy.victim(self.running[position:])",
-        "self.policy.victim(self.running)",
+        "victim = self.running[-1]",
+        "victim = self.running[0]",
     ),
     Plant(
         "a step in flight does not hold up preemption",
@@ -149,22 +151,22 @@ PLANTS = (
         "if False:  # what",
     ),
     Plant(
-        "a victim stops the whole step",
-        _SCHEDULER,
-        "continue  # the next sequence stands at this position now",
-        "break",
-    ),
-    Plant(
         "preempted sequences go to the end",
-        _SCHEDULER,
+        _POLICY,
         "self._queue.move_to_end(sequence.order, last=False)",
         "pass",
     ),
     Plant(
         "one token over the budget",
         _SCHEDULER,
-        "num_new = min(sequence.num_tokens - sequence.num_computed_tokens, budget)",
-        "num_new = min(sequence.num_tokens - sequence.num_computed_tokens, budget + 1)",
+        "num_new = min(left, budget, self.config.max_chunk)",
+        "num_new = min(left, budget + 1, self.config.max_chunk)",
+    ),
+    Plant(
+        "the first chunk of a long prompt is not cut",
+        _SCHEDULER,
+        "num_new = min(sequence.num_tokens, budget, self.config.max_chunk)",
+        "num_new = min(sequence.num_tokens, budget)",
     ),
     Plant(
         "an empty query when the budget is used up",
@@ -210,15 +212,15 @@ PLANTS = (
     ),
     Plant(
         "every sequence draws as sample 0",
-        _BATCH,
-        "sample_index=first[logits_row] + since_first.astype(np.int32)",
+        _SAMPLING,
+        "sample_index=first_index[logits_row] + since_first.astype(np.int32)",
         "sample_index=since_first.astype(np.int32)",
     ),
     Plant(
         "stop tokens are banned one token too long",
-        _BATCH,
-        "if position < s.request.core.params.min_tokens",
-        "if position <= s.request.core.params.min_tokens",
+        _SAMPLING,
+        "if num_tokens < r.min_tokens",
+        "if num_tokens <= r.min_tokens",
     ),
     Plant(
         "a child skips its first token",
@@ -260,8 +262,8 @@ PLANTS = (
     Plant(
         "outputs of an aborted sequence are delivered",
         _CORE,
-        "if parent.status is not SequenceStatus.RUNNING or not tokens:",
-        "if not tokens:",
+        "if parent.status is not SequenceStatus.RUNNING:",
+        "if False:",
     ),
     Plant(
         "one token more than max_tokens",
@@ -271,8 +273,8 @@ PLANTS = (
     ),
     Plant(
         "the last token is thought to need a slot",
-        _CORE,
-        "fitting = pool - len(prompt) + 1",
-        "fitting = pool - len(prompt)",
+        _DOOR,
+        "fitting = pool - prompt_length + 1",
+        "fitting = pool - prompt_length",
     ),
 )

@@ -85,6 +85,7 @@ def make_trace(random: Random) -> Trace:
         max_num_seqs=random.choice((4, 8, 16) if crowded or pipelined else (1, 2, 3, 4, 8)),
         max_num_batched_tokens=random.choice((1, 1, 2, 5) if pipelined else (1, 3, 8, 16, 64)),
         watermark=random.choice((0.0, 0.0, 0.01, 0.3, 0.9)),
+        long_prefill_token_threshold=random.choice((0, 0, 2, 7)),
         max_steps_in_flight=random.choice((2, 3, 3) if pipelined else (1, 1, 2, 3)),
     )
     prompts = _with_shared_prefixes(random, drafts)
@@ -131,7 +132,7 @@ def _draw_request(
         detokenize=False,
     )
     seed = random.choice((random.randrange(4), random.getrandbits(64)))
-    return CoreRequest(request_id, tuple(prompt), params, (), seed)
+    return CoreRequest(request_id, tuple(prompt), params, (), seed, random.choice((0, 0, 1, -2)))
 
 
 def _with_shared_prefixes(random: Random, requests: list[CoreRequest]) -> list[CoreRequest]:

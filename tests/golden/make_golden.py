@@ -6,7 +6,9 @@ Run from the repository root as `python -m tests.golden.make_golden`, in an envi
 
 `smollm2.json`        greedy decoding, chat rendering and tokenization of SmolLM2-135M-Instruct
 `smollm2_logits.npz`  its teacher-forced logits: sampled vocabulary entries and the top 8
-`tiny.npz`            all logits of the two random models of `tests/tiny_models.py`
+`tiny.npz`            all logits of two random models of `tests/tiny_models.py`
+`tiny_variants.npz`   the same of its models with scaled RoPE, and of its Mistral
+`rope.json`           frequencies and attention factors of the cases of `rope_cases.py`
 """
 
 from __future__ import annotations
@@ -15,18 +17,23 @@ import hashlib
 import importlib.util
 import json
 import re
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.golden.inputs import CONVERSATIONS, PROMPTS, TOKENIZER_TEXTS
-from tests.tiny_models import TINY, TINY_WIDE_HEAD, TinyLlama, hf_config, hf_weights
+from tests.golden.rope_cases import ROPE_CASES
+from tests.tiny_models import TINY, TINY_WIDE_HEAD, VARIANTS, TinyLlama, hf_config, hf_weights
 
 HERE = Path(__file__).parent
 PACKAGES = (
@@ -47,14 +54,16 @@ TINY_PROMPT_TOKENS = 40
 
 def main() -> None:
     torch.manual_seed(0)
-    write_tiny(HERE / "tiny.npz")
+    write_tiny(HERE / "tiny.npz", (TINY, TINY_WIDE_HEAD))
+    write_tiny(HERE / "tiny_variants.npz", VARIANTS)
+    write_rope(HERE / "rope.json")
     write_smollm2(HERE / "smollm2.json", HERE / "smollm2_logits.npz")
 
 
-def write_tiny(path: Path) -> None:
+def write_tiny(path: Path, specs: Sequence[TinyLlama]) -> None:
     """Per spec: `<name>_ids` [40] int32 and `<name>_logits` [40, vocab] float32."""
     arrays: dict[str, NDArray[Any]] = {}
-    for spec in (TINY, TINY_WIDE_HEAD):
+    for spec in specs:
         ids = np.random.default_rng(40).integers(3, spec.vocab_size, TINY_PROMPT_TOKENS)
         arrays[f"{spec.name}_ids"] = ids.astype(np.int32)
         arrays[f"{spec.name}_logits"] = logits_of(tiny_model(spec), ids.tolist())
@@ -62,8 +71,9 @@ def write_tiny(path: Path) -> None:
 
 
 def tiny_model(spec: TinyLlama) -> Any:
-    config = transformers.LlamaConfig(**hf_config(spec, "v5"), attn_implementation="eager")
-    model = transformers.LlamaForCausalLM(config).to(torch.float32).eval()
+    model_class = getattr(transformers, spec.architecture)
+    config = model_class.config_class(**hf_config(spec, "v5"), attn_implementation="eager")
+    model = model_class(config).to(torch.float32).eval()
     state = {name: torch.from_numpy(array) for name, array in hf_weights(spec).items()}
     left = model.load_state_dict(state, strict=False)
     expected = ["lm_head.weight"] if spec.tied else []
@@ -71,6 +81,46 @@ def tiny_model(spec: TinyLlama) -> Any:
         raise RuntimeError(f"weights do not fit the model: {left}")
     model.tie_weights()
     return model
+
+
+def write_rope(path: Path) -> None:
+    cases = []
+    for case in ROPE_CASES:
+        spellings = {"v4": case.v4(), "v5": case.v5()}
+        (frequencies, scale), other = (
+            rope_of(config, case.max_model_len) for config in spellings.values()
+        )
+        if (frequencies, scale) != other:
+            raise RuntimeError(f"{case.name}: the spellings differ")
+        cases.append(
+            {
+                "name": case.name,
+                "head_dim": case.head_dim,
+                "max_model_len": case.max_model_len or case.max_position_embeddings,
+                **spellings,
+                "inverse_frequencies": frequencies,
+                "attention_factor": scale,
+            }
+        )
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    golden = {"versions": versions, "computed_with": "float64", "cases": cases}
+    path.write_text(dump_json(golden), encoding="utf-8")
+
+
+def rope_of(hf: dict[str, Any], seq_len: int | None) -> tuple[list[float], float]:
+    """Inverse frequencies and attention factor as transformers has them, but in float64."""
+    config = transformers.LlamaConfig(**json.loads(json.dumps(hf)))
+    rope_type = config.rope_parameters["rope_type"]
+    compute = ROPE_INIT_FUNCTIONS.get(
+        rope_type, LlamaRotaryEmbedding.compute_default_rope_parameters
+    )
+    options = {} if seq_len is None else {"seq_len": seq_len}
+    single, _ = compute(config, **options)
+    with patch.object(torch, "float", torch.float64), patch.object(torch, "float32", torch.float64):
+        double, scale = compute(config, **options)
+    if double.dtype != torch.float64 or not torch.allclose(single.double(), double, rtol=1e-5):
+        raise RuntimeError(f"{rope_type}: not computed in float64, or something else than before")
+    return double.tolist(), float(scale)
 
 
 def write_smollm2(json_path: Path, npz_path: Path) -> None:
@@ -131,7 +181,7 @@ def write_smollm2(json_path: Path, npz_path: Path) -> None:
 def dump_json(content: Any) -> str:
     """Indented, but a list of numbers stands on one line."""
     text = json.dumps(content, indent=1) + "\n"
-    return re.sub(r"\[\n[-\d.,\s]+\]", lambda match: "".join(match[0].split()), text)
+    return re.sub(r"\[\n[-\d.,e\s]+\]", lambda match: "".join(match[0].split()), text)
 
 
 def find_gguf() -> Path:

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cupaged.engine.batch import Batch, GroupTables, SamplingBatch
+from cupaged.engine.batch import Batch, GroupTables
 from cupaged.ops import KVCache, KVCacheSpec
 from cupaged.ops.numpy_ops import NumpyOps
 from tests import reference
+from tests.ops.sampling_oracle import rows
 
 F32 = NDArray[np.float32]
 
@@ -45,12 +46,6 @@ class Case:
         return slice(int(start[sequence]), int(start[sequence + 1]))
 
 
-def no_sampling() -> SamplingBatch:
-    f32, i32 = np.zeros(0, np.float32), np.zeros(0, np.int32)
-    seed = np.zeros(0, np.uint64)
-    return SamplingBatch(i32, f32, f32, i32, seed, i32, i32, np.zeros((0, 2), np.int32))
-
-
 def make_batch(
     sequences: Sequence[tuple[int, int]], block_table: NDArray[np.int32], block_size: int
 ) -> Batch:
@@ -68,7 +63,8 @@ def make_batch(
         groups=(GroupTables(block_table, blocks * block_size + positions % block_size),),
         copies=np.zeros((0, 2), np.int32),
         logits_tokens=np.zeros(0, np.int32),
-        sampling=no_sampling(),
+        sampling=rows(num=0),
+        prompt_logprobs=None,
     )
 
 

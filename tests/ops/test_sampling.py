@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cupaged.engine.batch import MAX_TEMPERATURE, MAX_TOP_K, SamplingBatch
+from cupaged.engine.sampling_batch import MAX_COUNT, MAX_TEMPERATURE, SamplingBatch
 from cupaged.ops.numpy_ops import NumpyOps
 from cupaged.ops.philox import gumbel, philox
 from tests.ops.sampling_oracle import as_list, kept_tokens, oracle, oracle_philox, rows
@@ -26,9 +27,8 @@ def sample(logits: Any, sampling: SamplingBatch) -> list[int]:
 
 def take(s: SamplingBatch, which: Any) -> SamplingBatch:
     """Some of the samples, in that order, over the same rows of logits."""
-    names = ("temperature", "top_p", "top_k", "seed", "sample_index", "output_position")
-    columns = {name: getattr(s, name)[which] for name in names}
-    return SamplingBatch(logits_row=s.logits_row[which], banned=s.banned, **columns)
+    names = {field.name for field in fields(s)} - {"edits"}
+    return SamplingBatch(edits=s.edits, **{name: getattr(s, name)[which] for name in names})
 
 
 # ---- random numbers ------------------------------------------------------------------------------
@@ -71,8 +71,9 @@ def test_draws_equal_the_oracle(vocab_size: int) -> None:
     sampling = rows(
         num=num,
         temperature=rng.choice([0.0, 1e-5, 0.3, 1.0, 4.0, MAX_TEMPERATURE], num),
-        top_k=rng.choice([0, 1, 2, 5, vocab_size, MAX_TOP_K], num),
+        top_k=rng.choice([0, 1, 2, 5, vocab_size, MAX_COUNT], num),
         top_p=rng.choice([0.0, 1e-9, 0.3, 0.9, 0.999, 1.0], num),
+        min_p=rng.choice([0.0, 0.0, 0.0, 1e-9, 0.1, 1.0], num),
         seed=rng.integers(0, 2**64, num, np.uint64),
         index=rng.integers(0, 1024, num),
         position=rng.integers(0, 2**31, num),
@@ -242,7 +243,7 @@ def test_rows_do_not_depend_on_each_other() -> None:
     sampling = rows(
         num=6,
         temperature=[0.0, 1.0, 1.0, 1.0, 0.5, 1.0],
-        top_k=[0, 3, 0, MAX_TOP_K, 0, 16],
+        top_k=[0, 3, 0, MAX_COUNT, 0, 16],
         top_p=[1.0, 1.0, 1.0, 1.0, 0.6, 0.0],
         seed=[0, 11, 2**64 - 1, 13, 14, 15],
         position=range(6),
@@ -260,7 +261,7 @@ def test_rows_do_not_depend_on_each_other() -> None:
 def test_limits_that_keep_everything_change_no_draw() -> None:
     logits = np.random.default_rng(6).standard_normal((1, 37)).astype(np.float32)
     plain = sample(logits, rows(num=50, logits_row=0, index=range(50)))
-    for top_k, top_p in [(36, 1.0), (37, 1.0), (MAX_TOP_K, 1.0), (0, 0.999999)]:
+    for top_k, top_p in [(36, 1.0), (37, 1.0), (MAX_COUNT, 1.0), (0, 0.999999)]:
         how: dict[str, Any] = {"top_k": top_k, "top_p": top_p}
         limited = sample(logits, rows(num=50, logits_row=0, index=range(50), **how))
         assert limited == plain

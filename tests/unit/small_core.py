@@ -10,7 +10,7 @@ from cupaged.engine.batch import StepPlan
 from cupaged.engine.core import EngineCore
 from cupaged.engine.hash_runner import HashRunner
 from cupaged.engine.runner import Runner, StepOutput
-from cupaged.engine.scheduler import SchedulingPolicy
+from cupaged.engine.scheduling_policy import SchedulingPolicy
 from cupaged.outputs import CoreOutput
 from cupaged.request import CoreRequest
 from cupaged.sampling_params import SamplingParams
@@ -105,11 +105,17 @@ def recorded(core: EngineCore) -> RecordingRunner:
 
 
 def request(
-    request_id: str, length: int, *, seed: int = 0, eos: Sequence[int] = (), **params: Any
+    request_id: str,
+    length: int,
+    *,
+    seed: int = 0,
+    priority: int = 0,
+    eos: Sequence[int] = (),
+    **params: Any,
 ) -> CoreRequest:
     """A request whose prompt is 1, 2, 3, ..., modulo the vocabulary."""
     prompt = tuple(i % VOCAB_SIZE for i in range(1, length + 1))
-    return CoreRequest(request_id, prompt, SamplingParams(**params), tuple(eos), seed)
+    return CoreRequest(request_id, prompt, SamplingParams(**params), tuple(eos), seed, priority)
 
 
 def drain(core: EngineCore) -> list[CoreOutput]:

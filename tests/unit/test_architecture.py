@@ -18,6 +18,7 @@ CORE_PATH_LINES = 2800
 # below: the first names are the foundations. The longest matching prefix decides.
 LAYERS = (
     ("cupaged._version", "cupaged.errors"),
+    ("cupaged.json_values", "cupaged.rope"),
     ("cupaged.sampling_params", "cupaged.outputs", "cupaged.config", "cupaged.resources"),
     ("cupaged.request",),
     ("cupaged.engine.batch", "cupaged.engine.block_manager"),

@@ -289,3 +289,23 @@ def test_jinja_is_imported_late() -> None:
         "module.ChatTemplate('x'); assert 'jinja2' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+GROWING = (
+    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% for j in range(70) %}"
+    "{% endfor %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+)
+
+
+def test_a_template_that_never_ends_is_stopped() -> None:
+    template = ChatTemplate(ENDLESS, max_seconds=0.2)
+    with pytest.raises(ChatTemplateError, match=r"takes longer than 0\.2 seconds"):
+        template.render(MESSAGES)
+    assert sys.gettrace() is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is seen on Linux only")
+def test_a_template_that_grows_without_output_is_stopped() -> None:
+    with pytest.raises(ChatTemplateError, match="takes more than 512 MiB of memory"):
+        ChatTemplate(GROWING, max_seconds=60).render(MESSAGES)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cupaged.config import EngineConfig, ModelConfig, token_id_tuple
 from cupaged.errors import ConfigError, ModelError, NotSupportedError
+from cupaged.rope import RopeConfig
 
 # The shape of SmolLM2-135M-Instruct, as transformers v4 writes it.
 V4: dict[str, Any] = {
@@ -49,7 +50,7 @@ EXPECTED = ModelConfig(
     num_kv_heads=3,
     head_dim=64,
     rms_norm_eps=1e-05,
-    rope_theta=100000.0,
+    rope=RopeConfig(rope_theta=100000.0, original_max_position_embeddings=8192),
     max_position_embeddings=8192,
     tie_word_embeddings=True,
     attention_bias=False,
@@ -92,7 +93,7 @@ def test_what_is_left_out_has_the_defaults_of_the_format() -> None:
     assert config == replace(
         EXPECTED,
         num_kv_heads=9,
-        rope_theta=10000.0,
+        rope=replace(EXPECTED.rope, rope_theta=10000.0),
         rms_norm_eps=1e-6,
         tie_word_embeddings=False,
         eos_token_ids=(),
@@ -189,9 +190,9 @@ def test_a_bad_value_is_named(change: dict[str, Any], name: str) -> None:
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"quantization_config": {"bits": 4}}, "unknown"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling of type 'llama3'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters of type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling of type 'longrope'"),
+        ({"rope_scaling": {"type": "su", "factor": 2.0}}, "rope_scaling of type 'su'"),
+        ({"rope_parameters": {"rope_type": "mrope"}}, "'mrope' is not .*; known: default, dynamic"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ],
@@ -209,7 +210,8 @@ def test_what_is_not_built_is_refused(change: dict[str, Any], message: str) -> N
         lambda inner: st.one_of(
             st.lists(inner, max_size=2),
             st.dictionaries(
-                st.sampled_from(["rope_type", "type", "rope_theta", "quant_method"]), inner
+                st.sampled_from(["rope_type", "type", "rope_theta", "factor", "quant_method"]),
+                st.one_of(st.sampled_from(["linear", "dynamic", "yarn", "llama3"]), inner),
             ),
         ),
         max_leaves=3,
@@ -221,7 +223,8 @@ def test_any_value_of_json_is_read_or_refused(key: str, value: object) -> None:
     except (ConfigError, ModelError, NotSupportedError):
         return
     assert config.num_heads % config.num_kv_heads == 0
-    assert 0 < config.rope_theta < math.inf
+    assert 0 < config.rope.rope_theta < math.inf
+    assert config.default_context <= config.max_context < 2**31
 
 
 def test_token_ids_may_be_none_one_or_several() -> None:

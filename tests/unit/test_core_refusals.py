@@ -71,6 +71,45 @@ def served(core: EngineCore) -> bool:
             InvalidParameterError,
             "min_tokens",
         ),
+        (
+            {"params": SamplingParams(logit_bias={3: 1, VOCAB_SIZE: 1})},
+            InvalidParameterError,
+            "logit_bias key",
+        ),
+        (
+            {"params": SamplingParams(allowed_token_ids=[10**9])},
+            InvalidParameterError,
+            "allowed_token_ids[0]",
+        ),
+        (
+            {"params": SamplingParams(trace_decode_token_ids=[1, VOCAB_SIZE])},
+            InvalidParameterError,
+            "trace_decode_token_ids[1]",
+        ),
+        (
+            {"bad_words_token_ids": ((1,), (2, VOCAB_SIZE))},
+            InvalidParameterError,
+            "bad_words_token_ids[1]",
+        ),
+        ({"bad_words_token_ids": ((-1,),)}, InvalidParameterError, "bad_words_token_ids[0]"),
+        ({"bad_words_token_ids": ((1,), ())}, InvalidParameterError, "bad_words_token_ids"),
+        (
+            {"bad_words_token_ids": tuple((token,) for token in range(VOCAB_SIZE))},
+            InvalidParameterError,
+            "bad_words",
+        ),
+        (
+            {
+                "params": SamplingParams(stop_token_ids=range(20), min_tokens=1),
+                "bad_words_token_ids": tuple((token,) for token in range(20, VOCAB_SIZE)),
+            },
+            InvalidParameterError,
+            "bad_words",
+        ),
+        ({"params": SamplingParams(logprobs=21)}, InvalidParameterError, "logprobs"),
+        ({"params": SamplingParams(logprobs=-1)}, InvalidParameterError, "logprobs"),
+        ({"params": SamplingParams(prompt_logprobs=50)}, InvalidParameterError, "prompt_logprobs"),
+        ({"priority": 1.5}, InvalidParameterError, "priority"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(

@@ -21,8 +21,11 @@ SPECIAL_SCALES = np.array([
     0, 0x8000, 1, 0x8001, 0x03FF, 0x83FF, 0x0400, 0x3C00, 0xBC00, 0x7BFF, 0xFBFF,
     0x7C00, 0xFC00, 0x7E00, 0xFE00,
 ], np.uint16)
+# Where the float16 numbers of a block stand.
+HALVES_AT = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+}
 # fmt: on
-NUM_SCALES = {"Q4_0": 1, "Q4_1": 2, "Q8_0": 1}
 
 
 def decode(name: str, stored: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -47,6 +50,9 @@ def assert_same_bits(actual: NDArray[np.float32], expected: NDArray[np.float32])
 
 def half(value: float) -> bytes:
     return np.array(value, "<f2").tobytes()
+
+
+SUPERBLOCK_SCALES = bytes([0xC1] * 4 + [0x42] * 4 + [0x35] * 4)
 
 
 @pytest.mark.parametrize("number", BLOCK_TYPES)
@@ -76,14 +82,24 @@ def test_random_bytes_equal_the_oracle(name: str) -> None:
     assert_same_bits(decode(name, stored), oracle(name, stored))
 
 
-@pytest.mark.parametrize("name", sorted(NUM_SCALES))
+@pytest.mark.parametrize("name", sorted(HALVES_AT))
 def test_every_special_scale_equals_the_oracle(name: str) -> None:
     count = len(SPECIAL_SCALES)
     stored = np.random.default_rng(2).integers(0, 256, (count**2, BY_NAME[name].block_bytes), "u1")
-    first, second = (axis.ravel() for axis in np.meshgrid(SPECIAL_SCALES, SPECIAL_SCALES))
-    stored[:, 0:2] = first[:, None].view(np.uint8)
-    if NUM_SCALES[name] == 2:
-        stored[:, 2:4] = second[:, None].view(np.uint8)
+    pairs = (axis.ravel() for axis in np.meshgrid(SPECIAL_SCALES, SPECIAL_SCALES))
+    for at, halves in zip(HALVES_AT[name], pairs, strict=False):
+        stored[:, at : at + 2] = halves[:, None].view(np.uint8)
+    assert_same_bits(decode(name, stored), oracle(name, stored))
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("fill", [0x00, 0x3F, 0x55, 0x7F, 0x80, 0xAA, 0xC0, 0xFF])
+def test_extreme_bits_of_a_superblock_equal_the_oracle(name: str, fill: int) -> None:
+    """All scales, minima and numbers at their ends, under ordinary float16 scales."""
+    stored = np.full((64, BY_NAME[name].block_bytes), fill, np.uint8)
+    halves = np.linspace(-2, 2, 64).astype("<f2")
+    for at in HALVES_AT[name]:
+        stored[:, at : at + 2] = halves[:, None].view(np.uint8)
     assert_same_bits(decode(name, stored), oracle(name, stored))
 
 
@@ -105,11 +121,31 @@ def test_every_half_and_bfloat16() -> None:
         ("Q4_1", half(0.25) + half(-1) + bytes([0x4F] * 16), [2.75] * 16 + [0.0] * 16),
         ("Q8_0", half(-1.5) + bytes([0x80, 0x7F] * 16), [192.0, -190.5] * 16),
         ("Q8_0", half(2**-24) + bytes([3] * 32), [3 * 2.0**-24] * 32),
+        # Groups 0-3 have scale 1 and minimum 2; groups 4-7 have 3 * 16 + 5 = 53 and 16 + 3 = 19.
+        (
+            "Q4_K",
+            half(1) + half(2) + SUPERBLOCK_SCALES + bytes([0xF1] * 128),
+            ([-3.0] * 32 + [11.0] * 32) * 2 + ([15.0] * 32 + [757.0] * 32) * 2,
+        ),
+        # The fifth bits of groups 1 and 7 are set: 31 in place of 15.
+        (
+            "Q5_K",
+            half(1) + half(2) + SUPERBLOCK_SCALES + bytes([0x82] * 32) + bytes([0xF1] * 128),
+            [-3.0] * 32 + [27.0] * 32 + [-3.0] * 32 + [11.0] * 32
+            + [15.0] * 32 + [757.0] * 32 + [15.0] * 32 + [1605.0] * 32,
+        ),
+        # Rows of 32: 1, 16 + 1, 32 + 2 and 48 + 2, each less 32; scales -2 / 2 and then 3 / 2.
+        (
+            "Q6_K",
+            bytes([0x21] * 128 + [0b11100100] * 64 + [0xFE] * 8 + [3] * 8) + half(0.5),
+            [31.0] * 32 + [15.0] * 32 + [-2.0] * 32 + [-18.0] * 32
+            + [-46.5] * 32 + [-22.5] * 32 + [3.0] * 32 + [27.0] * 32,
+        ),
         ("BF16", bytes([0x80, 0x3F, 0x00, 0xC0]), [1.0, -2.0]),
         ("F16", bytes([0x00, 0x3C, 0x01, 0x80]), [1.0, -(2.0**-24)]),
         ("F32", bytes([0, 0, 0x20, 0xC1]), [-10.0]),
     ],
-)
+)  # fmt: skip
 def test_blocks_computed_by_hand(name: str, block: bytes, expected: list[float]) -> None:
     assert decode(name, np.frombuffer(block, np.uint8)).tolist() == expected
 
@@ -127,8 +163,9 @@ def test_slice_edges(name: str, extra: int) -> None:
 @pytest.mark.parametrize("block_type", BLOCK_TYPES.values(), ids=lambda known: known.name)
 def test_decodes_into_part_of_an_array_with_little_memory(block_type: BlockType) -> None:
     # Stored at an odd address, as a safetensors file may have it.
-    stored: NDArray[Any] = np.zeros(8 * 65536 * block_type.block_bytes + 1, np.uint8)[1:]
-    large = np.full((10, 65536, block_type.block_elements), 7, np.float32)
+    num_blocks = min(65536, (1 << 21) // block_type.block_elements)
+    stored: NDArray[Any] = np.zeros(8 * num_blocks * block_type.block_bytes + 1, np.uint8)[1:]
+    large = np.full((10, num_blocks, block_type.block_elements), 7, np.float32)
     tracemalloc.start()
     dequantize(block_type, stored, large[1:9])
     peak = tracemalloc.get_traced_memory()[1]

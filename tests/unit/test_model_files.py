@@ -103,7 +103,8 @@ def test_a_configuration_that_is_no_object(name: str, content: bytes, folder: Pa
         ({"num_attention_heads": 0}, ConfigError, "num_attention_heads must be an integer"),
         ({"num_key_value_heads": 2}, ConfigError, "a divisor of num_attention_heads=3"),
         ({"hidden_act": "gelu"}, NotSupportedError, "hidden_act='gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, NotSupportedError, "'yarn' is not supported"),
+        ({"rope_scaling": {"type": "longrope"}}, NotSupportedError, "'longrope' is not supported"),
+        ({"rope_scaling": {"type": "yarn"}}, ConfigError, r"rope_scaling\.factor must be given"),
         ({"eos_token_id": "2"}, ConfigError, "eos_token_id must be a token id"),
     ],
 )

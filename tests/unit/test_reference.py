@@ -9,15 +9,24 @@ import numpy as np
 import pytest
 
 from tests import reference
-from tests.tiny_models import TINY, TINY_WIDE_HEAD, Style, TinyLlama, hf_config, hf_weights
+from tests.tiny_models import (
+    TINY,
+    TINY_WIDE_HEAD,
+    VARIANTS,
+    Style,
+    TinyLlama,
+    hf_config,
+    hf_weights,
+)
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "tiny.npz"
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.mark.parametrize("style", ["v4", "v5"])
-@pytest.mark.parametrize("spec", [TINY, TINY_WIDE_HEAD], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [TINY, TINY_WIDE_HEAD, *VARIANTS], ids=lambda spec: spec.name)
 def test_logits_equal_transformers(spec: TinyLlama, style: Style) -> None:
-    with np.load(GOLDEN, allow_pickle=False) as golden:
+    file = "tiny_variants.npz" if spec in VARIANTS else "tiny.npz"
+    with np.load(GOLDEN / file, allow_pickle=False) as golden:
         ids, expected = golden[f"{spec.name}_ids"], golden[f"{spec.name}_logits"]
     logits = reference.reference_logits(hf_config(spec, style), hf_weights(spec), ids.tolist())
     assert logits.dtype == np.float64
@@ -28,13 +37,24 @@ def test_logits_equal_transformers(spec: TinyLlama, style: Style) -> None:
 
 
 def test_tiny_logits_are_worth_comparing() -> None:
-    with np.load(GOLDEN, allow_pickle=False) as golden:
-        for spec in (TINY, TINY_WIDE_HEAD):
-            ids, logits = golden[f"{spec.name}_ids"], golden[f"{spec.name}_logits"]
-            assert 2 < logits.std() < 5
-            winners = logits.argmax(axis=1)
-            assert len(set(winners.tolist())) > 20
-            assert (winners == ids).mean() < 0.2  # a tied model that only repeats its input
+    for file, specs in (("tiny.npz", (TINY, TINY_WIDE_HEAD)), ("tiny_variants.npz", VARIANTS)):
+        with np.load(GOLDEN / file, allow_pickle=False) as golden:
+            for spec in specs:
+                ids, logits = golden[f"{spec.name}_ids"], golden[f"{spec.name}_logits"]
+                assert 2 < logits.std() < 5
+                winners = logits.argmax(axis=1)
+                assert len(set(winners.tolist())) > 20
+                assert (winners == ids).mean() < 0.2  # a tied model that only repeats its input
+
+
+@pytest.mark.parametrize("spec", [spec for spec in VARIANTS if spec.rope], ids=lambda s: s.name)
+def test_scaling_shows_in_the_logits(spec: TinyLlama) -> None:
+    """Without it the same weights give other logits, so the golden values do test it."""
+    with np.load(GOLDEN / "tiny_variants.npz", allow_pickle=False) as golden:
+        ids, expected = golden[f"{spec.name}_ids"], golden[f"{spec.name}_logits"]
+    config = {**hf_config(spec), "rope_scaling": None}
+    plain = reference.reference_logits(config, hf_weights(spec), ids.tolist())
+    assert np.abs(plain - expected).max() > 0.5
 
 
 def test_chunked_queries_equal_one_pass() -> None:
@@ -83,6 +103,6 @@ def test_small_ops_by_hand() -> None:
 
 def test_unknown_rope_type_is_refused() -> None:
     config = hf_config(TINY, "v5")
-    config["rope_parameters"]["rope_type"] = "yarn"
-    with pytest.raises(ValueError, match="yarn"):
+    config["rope_parameters"]["rope_type"] = "longrope"
+    with pytest.raises(ValueError, match="longrope"):
         reference.reference_logits(config, hf_weights(TINY), [3])

@@ -47,6 +47,15 @@ def test_values_are_normalised() -> None:
     assert SamplingParams(temperature=half).temperature == 0.5
     assert SamplingParams(top_p=numpy.float32(0.5)).top_p == 0.5
     assert SamplingParams(n=numpy.int32(2)).n == 2
+    params = SamplingParams(
+        logit_bias={numpy.int64(3): 1}, allowed_token_ids=[numpy.int32(5)], bad_words=["a"]
+    )
+    assert params.logit_bias == {3: 1.0}
+    assert [type(token) for token in params.allowed_token_ids or ()] == [int]
+    assert params.bad_words == ("a",)
+    params = SamplingParams()
+    assert (params.logit_bias, params.allowed_token_ids, params.bad_words) == ({}, None, ())
+    assert (params.trace_decode_token_ids, params.logprobs) == ((), None)
 
 
 def test_nothing_changes_later() -> None:
@@ -55,6 +64,12 @@ def test_nothing_changes_later() -> None:
         params.n = 2  # type: ignore[misc]
     with pytest.raises(TypeError):
         SamplingParams(2)  # type: ignore[call-arg]
+    bias, words = {3: 1.0}, ["a"]
+    params = SamplingParams(logit_bias=bias, bad_words=words)
+    bias[4] = NAN
+    words.append("")
+    assert (params.logit_bias, params.bad_words) == ({3: 1.0}, ("a",))
+    assert hash(params) == hash(SamplingParams(logit_bias={3: 1.0}, bad_words=["a"]))
 
 
 @pytest.mark.parametrize(
@@ -75,6 +90,17 @@ def test_nothing_changes_later() -> None:
         {"stop": []},
         {"stop": ["x"] * 64},
         {"detokenize": False},
+        {"presence_penalty": -2, "frequency_penalty": 2},
+        {"repetition_penalty": 5e-324},
+        {"repetition_penalty": 1e308},
+        {"min_p": 1},
+        {"logprobs": 0, "prompt_logprobs": -1},
+        {"logprobs": 10**18},
+        {"logit_bias": {0: 100, 10**9: -100.0}},
+        {"logit_bias": {}},
+        {"allowed_token_ids": (3,)},
+        {"bad_words": ("a", " b c")},
+        {"trace_decode_token_ids": (1, 2, 1)},
     ],
 )
 def test_the_edges_are_accepted(accepted: dict[str, Any]) -> None:
@@ -99,6 +125,20 @@ def test_the_edges_are_accepted(accepted: dict[str, Any]) -> None:
         ("detokenize", [1, None, "no"]),
         ("skip_special_tokens", [1, None, "no"]),
         ("include_stop_str_in_output", [1, None, "no"]),
+        ("presence_penalty", [-2.1, 2.1, NAN, INF, "0.5", None, True, HUGE, ODD, np.zeros(2)]),
+        ("frequency_penalty", [-2.1, 2.1, NAN, -INF, "x", None, False, HUGE, [0.5], 1j]),
+        ("repetition_penalty", [0, 0.0, -1.0, NAN, INF, "x", None, True, HUGE, ODD]),
+        ("min_p", [-0.1, 1.1, NAN, INF, "x", None, True, HUGE, ODD]),
+        ("logprobs", [-2, 1.5, 1.0, NAN, INF, "1", True, HUGE, -HUGE, [1], ODD]),
+        ("prompt_logprobs", [-2, 0.5, NAN, "x", False, HUGE, ODD]),
+        ("logit_bias", [{-1: 5}, {"5": 5}, {1.0: 5}, {NAN: 5}, {None: 5}, {True: 5}, {HUGE: 5}]),
+        ("logit_bias", [{0: INF}, {0: NAN}, {0: 101}, {0: "1"}, {0: None}, {0: HUGE}, {0: True}]),
+        ("logit_bias", [HUGE, [HUGE], [(1, 2.0)], "ab", 5, NAN, True, {1}, ODD, np.zeros(3)]),
+        ("allowed_token_ids", [[], (), "", "12", b"1", 5, NAN, True, {1}, {1: 2}, ODD]),
+        ("allowed_token_ids", [[-1], [1.0], [NAN], [INF], [None], [True], ["1"], [HUGE], [[1]]]),
+        ("bad_words", ["x", "", [""], ["a", ""], [1], [None], [b"a"], b"a", {"a"}, {"a": 1}]),
+        ("bad_words", [["x"] * 65, 5, NAN, True, HUGE, ODD, ["a", NAN]]),
+        ("trace_decode_token_ids", ["12", 5, [-1], [1.0], [NAN], [None], [True], [HUGE], {1}, ODD]),
     ],
 )
 def test_anything_else_is_refused_by_name(name: str, values: list[Any]) -> None:
@@ -114,6 +154,12 @@ def test_an_error_says_what_was_wrong_and_what_is_allowed() -> None:
         SamplingParams(top_p=2)
     with pytest.raises(InvalidParameterError, match=r"^stop_token_ids\[1\] must be .*, got -1$"):
         SamplingParams(stop_token_ids=[1, -1])
+    with pytest.raises(InvalidParameterError, match=r"^allowed_token_ids\[0\] must be .*, got -3$"):
+        SamplingParams(allowed_token_ids=[-3])
+    with pytest.raises(InvalidParameterError, match=r"^logit_bias key must be .*, got -1$"):
+        SamplingParams(logit_bias={-1: 2.0})
+    with pytest.raises(InvalidParameterError, match=r"^logit_bias\[7\] must be .* \[-100, 100\]"):
+        SamplingParams(logit_bias={7: 1000})
     with pytest.raises(InvalidParameterError, match="detokenize must be True when stop strings"):
         SamplingParams(stop="a", detokenize=False)
     with pytest.raises(InvalidParameterError, match=r"min_tokens must be an integer in \[0, 3\]"):
@@ -123,18 +169,8 @@ def test_an_error_says_what_was_wrong_and_what_is_allowed() -> None:
 @pytest.mark.parametrize(
     ("name", "neutral", "values"),
     [
-        ("presence_penalty", 0.0, [0.5, NAN, "0.5", HUGE, ODD, np.zeros(2)]),
-        ("frequency_penalty", 0.0, [-0.5, INF, "x"]),
-        ("repetition_penalty", 1.0, [1.1, 0, "x"]),
-        ("min_p", 0.0, [0.1, "x"]),
-        ("logprobs", None, [0, 1, 1_000_000, -1, "x"]),
-        ("prompt_logprobs", None, [0, 1]),
-        ("spaces_between_special_tokens", True, [False, "x"]),
-        ("structured_outputs", None, [{"json": {}}, ODD]),
-        ("logit_bias", None, [{50_000: 5}, {-1: 5}, {0: INF}, {0: NAN}, HUGE, [HUGE]]),
-        ("allowed_token_ids", None, [[1], [-1], [50_000]]),
-        ("bad_words", None, [["x"]]),
-        ("trace_decode_token_ids", None, [[1]]),
+        ("spaces_between_special_tokens", True, [False, "x", NAN, HUGE]),
+        ("structured_outputs", None, [{"json": {}}, ODD, 0, NAN, HUGE]),
     ],
 )
 def test_what_is_not_built_is_refused_unless_it_is_neutral(
@@ -149,8 +185,11 @@ def test_what_is_not_built_is_refused_unless_it_is_neutral(
 
 def test_a_long_value_is_cut_in_the_message() -> None:
     with pytest.raises(NotSupportedError) as refused:
-        SamplingParams(logit_bias=dict.fromkeys(range(50_000), 1.0))
+        SamplingParams(structured_outputs=dict.fromkeys(range(50_000), 1.0))
     assert len(str(refused.value)) < 300
+    with pytest.raises(InvalidParameterError) as wrong:
+        SamplingParams(logit_bias=list(range(50_000)))  # type: ignore[arg-type]
+    assert len(str(wrong.value)) < 300
 
 
 ANYTHING = st.recursive(
@@ -185,4 +224,9 @@ def test_any_values_are_accepted_or_refused_with_an_error_of_ours(values: dict[s
     assert params.seed is None or 0 <= params.seed < 2**64
     assert params.max_tokens is None or 1 <= params.max_tokens < 2**63
     assert all(0 <= token < 2**63 for token in params.stop_token_ids or ())
+    assert all(0 <= token < 2**63 for token in params.allowed_token_ids or ())
+    assert all(-100 <= value <= 100 for value in (params.logit_bias or {}).values())
+    assert 0.0 <= params.min_p <= 1.0 and 0.0 < params.repetition_penalty < INF
+    assert abs(params.presence_penalty) <= 2 and abs(params.frequency_penalty) <= 2
+    assert params.logprobs is None or -1 <= params.logprobs < 2**63
     assert SamplingParams(**{k: getattr(params, k) for k in SamplingParams.field_names()}) == params

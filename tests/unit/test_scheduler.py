@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from cupaged.engine.core import EngineCore
+from cupaged.engine.scheduling_policy import PriorityWithBoundedWait
 from cupaged.request import SequenceStatus
-from tests.fuzz.priority_policy import ByPriority
 from tests.unit.small_core import drain, endings, recorded, request, small_core
 
 
@@ -96,32 +96,29 @@ def test_the_latest_arrival_gives_way_and_comes_back_before_new_requests() -> No
     assert {o.num_preemptions for o in outputs if o.request_id == "b"} == {1}
 
 
-def test_what_this_step_computes_already_is_not_preempted() -> None:
-    """The less urgent sequence stands first and is planned; the urgent one has to give way."""
-    core = small_core(num_blocks=2, policy=ByPriority())
-    core.add_request(request("low", 2, seed=2, max_tokens=3))
-    core.add_request(request("high", 4, seed=0, max_tokens=2))
+@pytest.mark.parametrize("first", ["low", "high"])
+def test_the_least_urgent_gives_way_and_is_not_in_the_plan(first: str) -> None:
+    """Two blocks, full; the urgent sequence is served first and needs one more."""
+    core = small_core(num_blocks=2, policy=PriorityWithBoundedWait())
+    requests = {
+        "low": request("low", 2, priority=2, max_tokens=3),
+        "high": request("high", 4, priority=-1, max_tokens=2),
+    }
+    for name in (first, *(requests.keys() - {first})):
+        core.add_request(requests[name])
     core.step()
     core.step()
     plan = recorded(core).plans[1]
-    assert [e.sequence.request.core.request_id for e in plan.scheduled] == ["low"]
-    assert [s.request.core.request_id for s in plan.preempted] == ["high"]
-    assert {e.sequence for e in plan.scheduled} <= set(core.scheduler.running)
+    assert [e.sequence.request.core.request_id for e in plan.scheduled] == ["high"]
+    assert [s.request.core.request_id for s in plan.preempted] == ["low"]
+    assert plan.num_tokens == 1  # the victim's share of the budget is not counted
     drain(core)
 
 
-def test_the_least_urgent_gives_way_whether_it_stands_behind_or_asks_itself() -> None:
-    core = small_core(num_blocks=2, policy=ByPriority())
-    core.add_request(request("high", 4, seed=0, max_tokens=2))
-    core.add_request(request("low", 2, seed=2, max_tokens=3))
-    core.step()
-    core.step()
-    assert recorded(core).ids()[1] == ["high"]
-    drain(core)
-
-    core = small_core(num_blocks=2, policy=ByPriority())
-    core.add_request(request("low", 4, seed=2, max_tokens=2))
-    core.add_request(request("high", 2, seed=0, max_tokens=3))
+def test_the_least_urgent_gives_way_when_it_asks_itself() -> None:
+    core = small_core(num_blocks=2, policy=PriorityWithBoundedWait())
+    core.add_request(request("low", 4, priority=2, max_tokens=2))
+    core.add_request(request("high", 2, priority=0, max_tokens=3))
     core.step()
     core.step()
     plan = recorded(core).plans[1]
@@ -131,11 +128,11 @@ def test_the_least_urgent_gives_way_whether_it_stands_behind_or_asks_itself() ->
 
 
 def test_a_policy_that_is_empty_is_still_the_policy() -> None:
-    core = small_core(policy=ByPriority(), max_num_seqs=1)
-    core.add_request(request("low", 2, seed=2, max_tokens=3))
+    core = small_core(policy=PriorityWithBoundedWait(), max_num_seqs=1)
+    core.add_request(request("low", 2, priority=2, max_tokens=3))
     core.step()
-    core.add_request(request("lower", 2, seed=2, max_tokens=1))
-    core.add_request(request("high", 2, seed=0, max_tokens=1))
+    core.add_request(request("lower", 2, priority=2, max_tokens=1))
+    core.add_request(request("high", 2, priority=0, max_tokens=1))
     drain(core)
     # Urgent requests overtake in the queue, but nobody is preempted to let them in.
     assert recorded(core).ids() == [["low"]] * 3 + [["high"], ["lower"]]

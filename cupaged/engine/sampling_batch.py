@@ -1,0 +1,183 @@
+"""How the tokens of a step are drawn, as flat arrays: the sampling half of the batch page.
+
+A row of logits belongs to one sequence; a sample is one token drawn from a row. What a request asks
+of its logits (penalties, biases, bans, an allowed set) is worked out here, on the host, into lists
+of (row, token id, value), so that every device makes the same few edits. A request that asks for
+nothing costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain, repeat
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupaged.logits_rules import LogitsRules
+from cupaged.request import Sequence
+from cupaged.sampling_params import GREEDY_TEMPERATURE
+
+MAX_TEMPERATURE = 1e6  # beyond it the draw is uniform anyway, and float32 holds it
+MAX_PENALTY = 1e30  # float32 holds it, its inverse, and what they make of a logit
+MAX_COUNT = 2**31 - 1  # what int32 holds; more than any vocabulary
+NONE = -1  # no forced token, no logprobs
+
+Ids = NDArray[np.int32]
+Values = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsEdits:
+    """Changes to the logits before anything is drawn, to be made in this order.
+
+    bias: bias_values [n] are added. repetition: a logit above 0 is divided by the value, one below
+    is multiplied. subtracted: the values are taken off (presence and frequency penalties in one).
+    allowed_rows: int32 [m], rows in which only the `allowed` pairs may be drawn.
+    banned: pairs that must not be drawn.
+
+    Pairs are int32 [n, 2], (row of logits, token id). Within bias, repetition and subtracted no
+    pair stands twice.
+    """
+
+    bias: Ids
+    bias_values: Values
+    repetition: Ids
+    repetition_values: Values
+    subtracted: Ids
+    subtracted_values: Values
+    allowed_rows: Ids
+    allowed: Ids
+    banned: Ids
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """The draws of a step, one entry a sample; several samples may share a row of logits.
+
+    logits_row: int32 [num_samples], index into the step's logits.
+    temperature, top_p, min_p: float32 [num_samples]; temperature 0 is greedy.
+    top_k: int32 [num_samples]; 0 means all.
+    seed: uint64 [num_samples]; sample_index, output_position: int32 [num_samples]. Together they
+        key the random numbers of the draw.
+    forced: int32 [num_samples]; the token to take whatever is drawn, -1 for none.
+    num_logprobs: int32 [num_samples]; likeliest tokens to report beside the drawn one, at most the
+        vocabulary; -1 for no report at all.
+    edits: changes to the logits, None for none.
+    """
+
+    logits_row: Ids
+    temperature: Values
+    top_p: Values
+    min_p: Values
+    top_k: Ids
+    seed: NDArray[np.uint64]
+    sample_index: Ids
+    output_position: Ids
+    forced: Ids
+    num_logprobs: Ids
+    edits: LogitsEdits | None
+
+
+def build_sampling(drawn: list[Sequence], num_samples: Ids) -> SamplingBatch:
+    """The draws of the sequences whose last token is computed in the step.
+
+    Args:
+        drawn: one sequence a row of logits.
+        num_samples: int32 [len(drawn)], tokens to draw from each row.
+    """
+    logits_row = np.repeat(np.arange(len(drawn), dtype=np.int32), num_samples)
+    starts = np.cumsum(num_samples) - num_samples
+    since_first = np.arange(len(logits_row)) - np.repeat(starts, num_samples)
+    first_index = np.array([s.index for s in drawn], np.int32)
+    params = [s.request.core.params for s in drawn]
+    asked = np.array([p.temperature for p in params], np.float64)
+    temperature = np.where(asked < GREEDY_TEMPERATURE, 0.0, np.minimum(asked, MAX_TEMPERATURE))
+    top_k = np.fromiter(map(min, [p.top_k for p in params], repeat(MAX_COUNT)), np.int32)
+    num_tokens = np.fromiter(map(len, [s.token_ids for s in drawn]), np.int32)
+    position = num_tokens - np.array([s.request.num_prompt_tokens for s in drawn], np.int32)
+    forced = [
+        (*(p.trace_decode_token_ids or ())[at : at + 1], NONE)[0]
+        for p, at in zip(params, position.tolist(), strict=True)
+    ]
+    # -1 stands for all tokens there are: MAX_COUNT.
+    logprobs = [NONE if p.logprobs is None else p.logprobs % (MAX_COUNT + 1) for p in params]
+    return SamplingBatch(
+        logits_row=logits_row,
+        temperature=temperature.astype(np.float32)[logits_row],
+        top_p=np.array([p.top_p for p in params], np.float32)[logits_row],
+        min_p=np.array([p.min_p for p in params], np.float32)[logits_row],
+        top_k=top_k[logits_row],
+        seed=np.array([s.request.core.seed for s in drawn], np.uint64)[logits_row],
+        sample_index=first_index[logits_row] + since_first.astype(np.int32),
+        output_position=position[logits_row],
+        forced=np.array(forced, np.int32)[logits_row],
+        num_logprobs=np.array(logprobs, np.int32)[logits_row],
+        edits=build_edits(drawn),
+    )
+
+
+def build_edits(drawn: list[Sequence]) -> LogitsEdits | None:
+    """What the requests' rules change in the rows of the step."""
+    ruled = [(i, s, s.request.rules) for i, s in enumerate(drawn) if s.request.rules is not None]
+    if not ruled:
+        return None
+    rows = np.array([i for i, _, _ in ruled], np.int32)
+    rules = [r for _, _, r in ruled]
+    outputs = [s.token_ids[s.request.num_prompt_tokens :] for _, s, _ in ruled]
+    repetition = np.array([r.repetition for r in rules]).clip(1 / MAX_PENALTY, MAX_PENALTY)
+    presence = np.array([r.presence for r in rules], np.float32)
+    frequency = np.array([r.frequency for r in rules], np.float32)
+    seen, seen_of, _ = _count(
+        rows, [s.token_ids if r.repetition != 1.0 else () for _, s, r in ruled]
+    )
+    counted, counted_of, counts = _count(
+        rows,
+        [o if r.presence or r.frequency else () for o, r in zip(outputs, rules, strict=True)],
+    )
+    allowed = [r.allowed_ids for r in rules]
+    limited = np.fromiter(map(len, allowed), np.int64) > 0
+    early = [
+        r.early_ids[: None if num_tokens < r.min_tokens else 0]
+        for num_tokens, r in zip(map(len, outputs), rules, strict=True)
+    ]
+    return LogitsEdits(
+        bias=_pairs(rows, [r.bias_ids for r in rules]),
+        bias_values=np.concatenate([r.bias_values for r in rules]),
+        repetition=seen,
+        repetition_values=repetition.astype(np.float32)[seen_of],
+        subtracted=counted,
+        subtracted_values=presence[counted_of] + frequency[counted_of] * counts,
+        allowed_rows=rows[limited],
+        allowed=_pairs(rows, allowed),
+        banned=np.concatenate([_pairs(rows, early), _bad_words(rows, outputs, rules)]),
+    )
+
+
+def _pairs(rows: Ids, ids: list[Ids]) -> Ids:
+    """(row, id) for each id of each row."""
+    repeated = np.repeat(rows, np.fromiter(map(len, ids), np.int64))
+    return np.stack([repeated, np.concatenate(ids).astype(np.int32)], axis=1)
+
+
+def _count(rows: Ids, ids: list[Iterable[int]]) -> tuple[Ids, NDArray[np.int64], Values]:
+    """Each different (row, id) once; the index of its row among `rows`; how often it stands."""
+    lengths = np.fromiter(map(len, ids), np.int64)  # type: ignore[arg-type]
+    flat = np.fromiter(chain.from_iterable(ids), np.int64, int(lengths.sum()))
+    of = np.repeat(np.arange(len(rows)), lengths)
+    keys, counts = np.unique(of << 32 | flat, return_counts=True)
+    of = keys >> 32
+    pairs = np.stack([rows[of], (keys & 0xFFFFFFFF).astype(np.int32)], axis=1)
+    return pairs, of, counts.astype(np.float32)
+
+
+def _bad_words(rows: Ids, outputs: list[list[int]], rules: list[LogitsRules]) -> Ids:
+    """The last token of each bad word that the output has otherwise finished."""
+    banned = [
+        (row, token)
+        for row, output, rule in zip(rows.tolist(), outputs, rules, strict=True)
+        if rule.bad_words
+        for token in rule.banned_after(output)
+    ]
+    return np.array(banned, np.int32).reshape(-1, 2)
