@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,17 @@ from cupaged.resources import Resources, kv_blocks_for, read_resources
 
 _logger = logging.getLogger(__name__)
 
+GENERATION_CONFIGS: dict[str, Callable[[ModelFiles], dict[str, float | int]]] = {
+    "auto": lambda files: files.generation_defaults,
+    "vllm": lambda files: {},
+}
 DEVICE_BLOCK_SIZES = (8, 16, 32, 64, 128)
 NOT_BUILT = frozenset(
     {
         "served_model_name", "revision", "kv_cache_dtype", "quantization", "load_format",
         "enforce_eager", "enable_prefix_caching", "gpu_memory_utilization",
         "enable_chunked_prefill", "stream_interval", "speculative_config",
-        "tensor_parallel_size", "generation_config", "disable_log_stats", "swap_space",
+        "tensor_parallel_size", "disable_log_stats", "swap_space",
         "preemption_mode",
     }
 )  # fmt: skip
@@ -65,6 +69,8 @@ class EngineArgs:
         max_logprobs: most logprobs a request may ask for, per token.
         threads: threads of matrix products, for the whole process; by default as many as there are
             cores in the container, or what OPENBLAS_NUM_THREADS or OMP_NUM_THREADS says.
+        generation_config: where parameters come from that a request does not set: "auto", the
+            model's generation_config.json; "vllm", the defaults of `SamplingParams`.
     """
 
     model: str | Path | None = None
@@ -85,11 +91,14 @@ class EngineArgs:
     max_num_queued_tokens: int | None = None
     max_logprobs: int = 20
     threads: int | None = None
+    generation_config: str = "auto"
 
     def __post_init__(self) -> None:
         _choose("device", self.device, "cpu", not_built=("cuda", "emulated"))
         _choose("dtype", self.dtype, "float32", not_built=("float16", "bfloat16", "half"))
         make_policy(self.scheduling_policy)  # refuses an unknown one
+        if self.generation_config not in GENERATION_CONFIGS:
+            raise ConfigError("generation_config", self.generation_config, "'auto' or 'vllm'")
         if self.block_size not in DEVICE_BLOCK_SIZES:
             raise ConfigError("block_size", self.block_size, f"one of {DEVICE_BLOCK_SIZES}")
         for name, low in (
@@ -135,7 +144,8 @@ class EngineArgs:
                 "model weights in bytes", files.weight_bytes, f"at most {available} (free memory)"
             )
         available -= files.weight_bytes
-        workspace = self._workspace_bytes(files)
+        length = self._max_model_len(files.config)
+        workspace = self._workspace_bytes(files, length)
         if workspace > available:
             raise CapacityError(
                 "workspace in bytes",
@@ -144,7 +154,7 @@ class EngineArgs:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} "
                 f"or max_num_seqs={self.max_num_seqs}",
             )
-        config = self._engine_config(files, available - workspace)
+        config = self._engine_config(files, length, available - workspace)
         threads = use_threads(self.threads, resources.cores)
         ops = NumpyOps()
         specs = files.model_class.kv_cache_specs(files.config, self.block_size)
@@ -154,14 +164,21 @@ class EngineArgs:
         bytes_per_block = sum(spec.bytes_per_block for spec in specs)
         for line in _start_lines(files, config, resources, threads, bytes_per_block, workspace):
             _logger.info("%s", line)
-        return Engine(core, files.tokenizer, eos_token_ids=files.eos_token_ids, seed=self.seed)
+        return Engine(
+            core,
+            files.tokenizer,
+            eos_token_ids=files.eos_token_ids,
+            generation_defaults=GENERATION_CONFIGS[self.generation_config](files),
+            seed=self.seed,
+        )
 
-    def _workspace_bytes(self, files: ModelFiles) -> int:
-        """Memory of the largest step: its buffers, hidden states and logits."""
+    def _workspace_bytes(self, files: ModelFiles, length: int) -> int:
+        """Memory of the largest step (buffers, hidden states, logits) and of the table of RoPE."""
         widths = files.model_class.workspace_widths(files.config)
         max_logits = min(self.max_num_seqs, self.max_num_batched_tokens)
         logits = max_logits * (files.config.vocab_size + files.config.hidden_size)
-        size: int = self.max_num_batched_tokens * sum(widths.values()) + logits
+        rotary = length * files.config.head_dim
+        size: int = self.max_num_batched_tokens * sum(widths.values()) + logits + rotary
         return 4 * size
 
     def _max_model_len(self, model: ModelConfig) -> int:
@@ -183,8 +200,7 @@ class EngineArgs:
             raise ConfigError("max_model_len", self.max_model_len, allowed)
         return self.max_model_len
 
-    def _engine_config(self, files: ModelFiles, available: int) -> EngineConfig:
-        length = self._max_model_len(files.config)
+    def _engine_config(self, files: ModelFiles, length: int, available: int) -> EngineConfig:
         specs = files.model_class.kv_cache_specs(files.config, self.block_size)
         bytes_per_block = sum(spec.bytes_per_block for spec in specs)
         num_blocks = self.num_gpu_blocks_override

@@ -64,7 +64,8 @@ class LLM:
         Args:
             prompts: one prompt or a list of them: a text, {"prompt": text},
                 {"prompt_token_ids": ids}. A bare list of ids is one prompt.
-            sampling_params: one for all, or one for each; defaults to `SamplingParams()`.
+            sampling_params: one for all, or one for each; by default what
+                `get_default_sampling_params` gives.
             use_tqdm: show a progress bar where standard error is a terminal.
             priority: one a prompt, lower is served earlier; the engine's `scheduling_policy` has to
                 be "priority".
@@ -73,7 +74,8 @@ class LLM:
             PromptError, InvalidParameterError, CapacityError: a request cannot be served; none of
                 the call's requests is left running.
         """
-        request_ids = self._add(prompts, sampling_params or SamplingParams(), priority)
+        params = sampling_params or self.get_default_sampling_params()
+        request_ids = self._add(prompts, params, priority)
         finished: dict[str, RequestOutput] = {}
         bar = _progress_bar(len(request_ids), use_tqdm)
         for output in self._drain(request_ids):
@@ -108,7 +110,8 @@ class LLM:
             )
             for conversation in conversations
         ]
-        params = sampling_params or SamplingParams(max_tokens=None)
+        rest = {"max_tokens": None, **self.engine.generation_defaults}
+        params = sampling_params or SamplingParams(**rest)
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
     def stream(
@@ -121,7 +124,8 @@ class LLM:
         Each output has all text so far; its completions' `delta` is what is new. Requests are
         checked and queued at once, and those still running are aborted when the iterator is closed.
         """
-        return self._drain(self._add(prompts, sampling_params or SamplingParams()))
+        params = sampling_params or self.get_default_sampling_params()
+        return self._drain(self._add(prompts, params))
 
     def abort(self, request_id: str | Sequence[str]) -> None:
         """End requests; what they have so far comes out with finish_reason "abort".
@@ -147,6 +151,10 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer in use."""
         return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's authors recommend (`generation_config.json`), else vLLM's defaults."""
+        return SamplingParams(**self.engine.generation_defaults)
 
     def get_stats(self) -> EngineStats:
         """What runs, what waits, and how full the KV pool is."""

@@ -10,6 +10,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from cupaged.engine.completion import Completion
@@ -33,6 +34,7 @@ class Engine:
         core: does the work on token ids.
         tokenizer: of the model.
         eos_token_ids: ids that end an answer.
+        generation_defaults: fields of `SamplingParams` for requests that bring none.
         seed: draws the seeds of requests that bring none.
         clock: seconds, monotonic.
     """
@@ -43,12 +45,14 @@ class Engine:
         tokenizer: Tokenizer,
         *,
         eos_token_ids: Sequence[int] = (),
+        generation_defaults: Mapping[str, Any] = MappingProxyType({}),
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.core = core
         self.tokenizer = tokenizer
         self._eos_token_ids = tuple(eos_token_ids)
+        self.generation_defaults = dict(generation_defaults)
         self._seeds = random.Random(seed)
         self._clock = clock
         self._requests: dict[str, _TextRequest] = {}

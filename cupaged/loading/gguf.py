@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from cupaged.errors import CheckpointError, NotSupportedError
 from cupaged.loading.dequantize import BLOCK_TYPES, GGML_TYPE_NAMES, BlockType, dequantize
-from cupaged.loading.tensors import TensorInfo, check_destination, map_file, shown
+from cupaged.loading.tensors import TensorInfo, check_destination, forget, map_file, shown
 
 __all__ = ["GGUFFile", "MetadataValue"]
 
@@ -81,6 +81,7 @@ class GGUFFile:
         check_destination(info, out)
         block_type, start = self._places[name]
         dequantize(block_type, np.frombuffer(self._mapped, np.uint8, info.nbytes, start), out)
+        forget(self._mapped, start, info.nbytes)
 
     def close(self) -> None:
         """Unmap the file."""

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from cupaged.errors import CheckpointError, ModelNotFoundError, NotSupportedError
 from cupaged.loading.dequantize import BLOCK_TYPES, BlockType, dequantize
-from cupaged.loading.tensors import TensorInfo, check_destination, map_file, shown
+from cupaged.loading.tensors import TensorInfo, check_destination, forget, map_file, shown
 
 __all__ = ["SafetensorsFolder"]
 
@@ -87,6 +87,7 @@ class SafetensorsFolder:
         if info.nbytes:  # an empty tensor may lie at the very end, where there is no buffer
             stored = np.frombuffer(mapped, np.uint8, info.nbytes, self._starts[name])
             dequantize(block_type, stored, out)
+            forget(mapped, self._starts[name], info.nbytes)
 
     def close(self) -> None:
         """Unmap the files."""

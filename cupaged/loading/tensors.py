@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from cupaged.errors import CheckpointError, ModelNotFoundError
 
-__all__ = ["TensorInfo", "TensorReader", "check_destination", "map_file", "shown"]
+__all__ = ["TensorInfo", "TensorReader", "check_destination", "forget", "map_file", "shown"]
 
 _LFS_POINTER = b"version https://git-lfs"
 _SHOWN_CHARS = 100
@@ -85,6 +85,18 @@ def map_file(path: Path) -> mmap.mmap:
             f"{path}: a Git LFS pointer, not the weights themselves; fetch them with `git lfs pull`"
         )
     return mapped
+
+
+def forget(mapped: mmap.mmap, start: int, nbytes: int) -> None:
+    """Let go of pages that were read, so that the file does not count as memory of the process.
+
+    They stay in the cache of the system, and come back from there when they are used again.
+    """
+    if hasattr(mmap, "MADV_DONTNEED"):
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (start + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if length > 0:
+            mapped.madvise(mmap.MADV_DONTNEED, first, length)
 
 
 def check_destination(info: TensorInfo, out: NDArray[np.float32]) -> None:
