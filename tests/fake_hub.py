@@ -55,7 +55,8 @@ class FakeHub:
     good_token: the one that opens private and gated repositories.
     break_after: bytes of a body after which the connection is cut, once, by file name.
     pause_after: bytes of a body after which the server waits for `resume`, by file name.
-    status: if not 0, the answer to every request.
+    status, message: if not 0, the answer to every request.
+    sizes, lies: what the list says of a file, and what is sent instead of it.
     """
 
     repos: dict[str, Repo] = field(default_factory=dict)
@@ -65,8 +66,10 @@ class FakeHub:
     resume: threading.Event = field(default_factory=threading.Event)
     paused: threading.Event = field(default_factory=threading.Event)
     status: int = 0
+    message: str = "No"
     ignores_ranges: bool = False
     lies: Mapping[str, bytes] = field(default_factory=dict)
+    sizes: dict[str, int | None] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
 
     def __enter__(self) -> Self:
@@ -133,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
         asked_range = self.headers.get("range", "")
         self.hub.requests.append(Request(self.command, path, host, asked_range, token))
         if self.hub.status:
-            self._send(self.hub.status, {})
+            self._send(self.hub.status, {"X-Error-Message": self.hub.message})
         elif listing := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
             self._list(listing[1], listing[2] or "main", token)
         elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
@@ -166,7 +169,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         siblings = []
         for file, content in repo.files.items():
-            entry: dict[str, Any] = {"rfilename": file, "size": len(content), "blobId": "0" * 40}
+            size = self.hub.sizes.get(file, len(content))
+            entry: dict[str, Any] = {"rfilename": file, "size": size, "blobId": "0" * 40}
             if len(content) >= LARGE_BYTES:
                 entry["lfs"] = {"sha256": digest(content), "size": len(content), "pointerSize": 9}
             else:

@@ -27,7 +27,10 @@ Item = tuple[int, bytes] | OSError | None  # a numbered line, a failure to read,
 
 
 class LineReader:
-    """The lines of a file that are not blank, read by a thread that is `ahead` lines ahead."""
+    """The lines of a file that are not blank, read by a thread that is `ahead` lines ahead.
+
+    The thread closes the file at its end. Nobody else may: it can be waiting for a line.
+    """
 
     def __init__(self, file: BinaryIO, ahead: int) -> None:
         self._file = file
@@ -49,8 +52,8 @@ class LineReader:
         return item
 
     def _read(self) -> None:
+        number = 0
         try:
-            number = 0
             while line := self._file.readline(MAX_LINE_BYTES + 1):
                 number += 1
                 whole = line
@@ -61,6 +64,7 @@ class LineReader:
             self._items.put(None)
         except OSError as error:
             self._items.put(error)
+        self._file.close()
 
 
 @dataclass(slots=True)
@@ -106,8 +110,8 @@ class BatchRun:
         self._by_request: dict[str, _Line] = {}
         self._held: _Line | None = None  # it waits for room in the engine's queue
 
-    def records(self) -> Iterator[Record]:
-        """A record a line, in the order of the lines."""
+    def records(self, on_step: Callable[[], None]) -> Iterator[Record]:
+        """A record a line, in the order of the lines. on_step: called after each step."""
         while True:
             self._fill()
             while self._lines and self._lines[0].record is not None:
@@ -117,6 +121,7 @@ class BatchRun:
                 yield line.record or {}
             if self._engine.has_unfinished_requests:
                 self._step()
+                on_step()
             elif self._reader.ended and not self._lines:
                 return
 

@@ -16,6 +16,7 @@ def add_parser(verbs: Any) -> None:
         help="download a model",
         description="Download what a model on the hub consists of, and print where it lies. "
         "Whatever is in the cache already, even half a file, is not downloaded again.",
+        example="cupaged pull HuggingFaceTB/SmolLM2-135M-Instruct",
     )
     parser.add_argument(
         "name",

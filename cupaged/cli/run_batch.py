@@ -8,7 +8,7 @@ import stat
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     if args.num_samples is not None:
         given["n"] = args.num_samples
     sampling_params(given)  # a wrong option is better told now than once a line
-    with _opened(args.input_file) as source, make_output(args.output_file) as output:
+    with ExitStack() as opened, make_output(args.output_file) as output:
+        source = opened.enter_context(_opened(args.input_file))
         options = engine_options(args)
         llm = LLM(**options)
         plain = PlainForm(llm, {"temperature": 0.0, "max_tokens": None, **given})
@@ -84,10 +85,10 @@ def run(args: argparse.Namespace) -> int:
         config = llm.engine.core.config
         window = max(_MIN_WINDOW, _SEQUENCES_AHEAD * config.max_num_seqs)
         batch = BatchRun(llm.engine, LineReader(source, window), form_of, window)
+        opened.pop_all()  # the reader's thread closes it
         progress = Progress(batch)
-        for record in batch.records():
+        for record in batch.records(progress.show):
             output.write(json_line(record))
-            progress.show()
         progress.end()
     return int(batch.num_failed > 0)
 
@@ -194,7 +195,7 @@ def make_output(path: str) -> Output:
     return WholeFile(path) if plain and path != STDIN else Output(path)
 
 
-def _opened(path: str) -> AbstractContextManager[BinaryIO]:
+def _opened(path: str) -> BinaryIO:
     """The input; standard input by a file object of its own, which a thread may hold for ever."""
     try:
         if path == STDIN:

@@ -34,6 +34,7 @@ __all__ = ["HubName", "PullPlan", "cached_model", "find_hub_model", "parse_model
 
 _logger = logging.getLogger(__name__)
 
+_MAX_HTTP_BYTES = 50_000_000_000
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SAFE_NAME = re.compile(r"(?!.*(^|/)\.\.?(/|$))[^/\\:\0][^\\:\0]*")
 
@@ -136,6 +137,12 @@ def _plan(name: HubName) -> PullPlan:
     with hub_errors(name):
         commit, listed = _listing(name)
         files = choose_files(name, listed, lambda index: read_small_file(name, commit, index))
+        for file in files:
+            if file.size_bytes > _MAX_HTTP_BYTES:
+                raise NotSupportedError(
+                    f"{name}: {file.name} has {file.size_bytes} bytes; supported: what the hub "
+                    f"gives over HTTP, files of at most {_MAX_HTTP_BYTES} bytes"
+                )
         absent = _absent(name, commit, files)
         missing = tuple(f for f in absent if partial_bytes(name, f) < f.size_bytes)
         return PullPlan(name, commit, files, missing, _missing_bytes(name, missing))
@@ -166,7 +173,9 @@ def _listing(name: HubName) -> tuple[str, list[HubFile]]:
         )
         for sibling in info.siblings or ():
             digest = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
-            files.append(HubFile(sibling.rfilename, int(sibling.size or 0), digest or ""))
+            if sibling.size is None:
+                raise ValueError(f"the size of {sibling.rfilename!r:.80} is not given")
+            files.append(HubFile(sibling.rfilename, sibling.size, digest or ""))
         if not _COMMIT.fullmatch(info.sha or ""):
             raise ValueError(f"the commit is {info.sha!r:.80}")
     except (AttributeError, KeyError, TypeError) as error:  # JSON, but of something else
@@ -214,7 +223,7 @@ def _check_writable(cache: Path) -> None:
     """Make the cache folder, and a file in it that vanishes at once."""
     from huggingface_hub import constants
 
-    how = "set HF_HOME to a folder that can be written"
+    how = "set HF_HOME or HF_HUB_CACHE to a folder that can be written"
     if cache.parts[0].startswith("~"):
         raise HubError(f"the cache folder {cache} is unknown, as this user has no home: {how}")
     try:
@@ -230,7 +239,9 @@ def _check_writable(cache: Path) -> None:
 
 def _too_large(plan: PullPlan, cache: Path, free: int) -> CapacityError:
     needed = _missing_bytes(plan.name, plan.missing)
-    allowed = f"at most {free} (free in {cache}; make room, or set HF_HOME to a larger disk)"
+    allowed = (
+        f"at most {free} (free in {cache}; make room, or set HF_HOME to a folder on a larger disk)"
+    )
     return CapacityError(f"download of {plan.name} in bytes", needed, allowed)
 
 

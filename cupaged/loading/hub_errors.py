@@ -151,7 +151,7 @@ def _cannot_write(error: OSError) -> HubError:
     where = Path(str(error.filename or constants.HF_HUB_CACHE))
     return HubError(
         f"{where}: {error.strerror or _reason(error)}. Models are kept in the folder "
-        f"{constants.HF_HUB_CACHE}; set HF_HOME to one that can be written"
+        f"{constants.HF_HUB_CACHE}; set HF_HOME or HF_HUB_CACHE to one that can be written"
     )
 
 

@@ -64,6 +64,6 @@ class BarProgress(Progress):
 
 def new_progress(total_bytes: int, *, wanted: bool) -> Progress:
     """The kind that suits standard error."""
-    if not wanted or total_bytes == 0:
+    if not wanted or total_bytes == 0 or sys.stderr is None:
         return Progress()
     return BarProgress(total_bytes) if sys.stderr.isatty() else LineProgress()

