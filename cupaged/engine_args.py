@@ -67,8 +67,9 @@ class EngineArgs:
         max_num_queued_reqs, max_num_queued_tokens: most requests that wait, and prompt tokens of
             requests that wait; None for no limit.
         max_logprobs: most logprobs a request may ask for, per token.
-        threads: threads of matrix products, for the whole process; by default as many as there are
-            cores in the container, or what OPENBLAS_NUM_THREADS or OMP_NUM_THREADS says.
+        threads: threads of matrix products, for the whole process; by default the number, up to the
+            cores of the container, that a short trial finds fastest, or what OPENBLAS_NUM_THREADS
+            or OMP_NUM_THREADS says.
         generation_config: where parameters come from that a request does not set: "auto", the
             model's generation_config.json; "vllm", the defaults of `SamplingParams`.
     """

@@ -69,11 +69,15 @@ class Family(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A model as numbers of elements. A tied head counts once."""
+    """A model as numbers of elements. A tied head counts once.
+
+    rotary_elements_per_position: cosines and sines of the RoPE, kept for every position.
+    """
 
     num_parameters: int
     kv_elements_per_token: int
     workspace_elements_per_token: int
+    rotary_elements_per_position: int
     hidden_size: int
     vocab_size: int
 
@@ -87,6 +91,7 @@ class Shape:
             num_parameters=sum(entry.num_elements for entry in entries),
             kv_elements_per_token=sum(s.num_kv_heads * (s.k_dim + s.v_dim) for s in specs),
             workspace_elements_per_token=sum(family.workspace_widths(config).values()),
+            rotary_elements_per_position=config.head_dim,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
         )
@@ -177,11 +182,13 @@ def estimate(
 
 
 def workspace_bytes(shape: Shape, limits: Limits, element_bytes: int) -> int:
-    """Buffers of the largest step: activations, hidden states, and logits, always in float32."""
+    """Buffers of the largest step: activations and hidden states, and in float32 the logits; and
+    the table of the RoPE, in float32, too."""
     activations = limits.max_num_batched_tokens * shape.workspace_elements_per_token
     num_logits = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     hidden = num_logits * shape.hidden_size
-    return (activations + hidden) * element_bytes + num_logits * shape.vocab_size * 4
+    rotary = limits.max_model_len * shape.rotary_elements_per_position
+    return (activations + hidden) * element_bytes + (num_logits * shape.vocab_size + rotary) * 4
 
 
 def blocks_on_gpu(available_bytes: int, bytes_per_block: int, limits: Limits) -> int:

@@ -17,7 +17,7 @@ from cupaged.cli.options import (
     add_model,
     add_sampling_options,
     engine_options,
-    sampling_options,
+    sampling_params,
 )
 from cupaged.cli.parser import nearest, utf8_text
 from cupaged.errors import CupagedError
@@ -57,12 +57,12 @@ def add_parser(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load the model and answer until the input ends."""
     from cupaged.llm import LLM
-    from cupaged.sampling_params import SamplingParams
 
-    params = SamplingParams(**sampling_options(args))
+    sampling_params(args)  # a wrong one is refused before the model is read
     console = Console(args.quick, [f"/{name}" for name in COMMANDS])
     llm = LLM(**engine_options(args))
     console.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends")
+    params = sampling_params(args, llm.engine.generation_defaults)
     return Chat(llm, params, args.system, console).run()
 
 

@@ -12,7 +12,7 @@ from cupaged.cli.options import (
     add_model,
     add_sampling_options,
     engine_options,
-    sampling_options,
+    sampling_params,
 )
 from cupaged.cli.parser import utf8_text
 from cupaged.errors import CupagedError
@@ -41,11 +41,11 @@ def add_parser(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load the model and continue lines until the input ends."""
     from cupaged.llm import LLM
-    from cupaged.sampling_params import SamplingParams
 
-    params = SamplingParams(**sampling_options(args))
+    sampling_params(args)  # a wrong one is refused before the model is read
     console = Console(args.quick)
     llm = LLM(**engine_options(args))
+    params = sampling_params(args, llm.engine.generation_defaults)
     answers = Answers(llm, console)
     for line in console.lines():
         try:

@@ -129,7 +129,9 @@ def _lines(name: str, hf: dict[str, Any], place: Place, found: Estimate) -> list
     limits = found.limits
     length = f"{limits.max_model_len} tokens"
     if found.num_requests:
-        verdict = f"fits: {found.num_requests} requests of {length} at the same time"
+        number = found.num_requests
+        many = f"{number} requests of {length} at the same time"
+        verdict = f"fits: {many if number > 1 else f'1 request of {length}'}"
     elif found.longest_tokens:
         verdict = f"a request of {length} does not fit; one of {found.longest_tokens} does: "
         verdict += f"use --max-model-len {found.longest_tokens}"

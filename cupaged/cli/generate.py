@@ -12,7 +12,7 @@ from cupaged.cli.options import (
     add_model,
     add_sampling_options,
     engine_options,
-    sampling_options,
+    sampling_params,
 )
 from cupaged.cli.parser import utf8_text
 from cupaged.cli.records import completion_record, json_line, request_record
@@ -50,7 +50,6 @@ def add_parser(verbs: Any) -> None:
         "-n",
         "--num-samples",
         type=int,
-        default=1,
         metavar="N",
         help="answers a prompt (default: 1)",
     )
@@ -63,15 +62,16 @@ def add_parser(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load the model, generate, print."""
     from cupaged.llm import LLM
-    from cupaged.sampling_params import SamplingParams
 
-    params = SamplingParams(n=args.num_samples, **sampling_options(args))
+    params = sampling_params(args)  # a wrong one is refused before the model is read
     if not args.json:
         for name, neutral in _ONLY_IN_JSON.items():
             if getattr(params, name) != neutral:
                 raise ConfigError(name, getattr(params, name), "given together with --json")
+    options = engine_options(args)
     prompts = [read() for read in args.prompts or [_standard_input]]
-    llm = LLM(**engine_options(args))
+    llm = LLM(**options)
+    params = sampling_params(args, llm.engine.generation_defaults)
     if args.json:
         _print_json(llm, prompts, params)
     elif len(prompts) == 1 and params.n == 1:

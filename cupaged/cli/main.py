@@ -38,7 +38,7 @@ def build_parser() -> Parser:
         description="Serve large language models with paged attention.",
         example='cupaged generate -p "Once upon a time" --max-tokens 40\n  cupaged chat --help',
     )
-    parser.add_argument("--version", action="version", version=f"cupaged {__version__}")
+    parser.add_argument("--version", action="store_true", help="show the version and end")
     parser.set_defaults(verbose=False)
     verbs = parser.add_subparsers(
         title="commands",
@@ -63,6 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     parser = build_parser()
     args = _parse(parser, argv)
+    if args.version:
+        check_standard_output()
+        print(f"cupaged {__version__}")
+        return 0
     if args.verb is None:
         parser.print_help(sys.stderr)
         return USAGE_ERROR

@@ -1,7 +1,7 @@
 """Options that several verbs share, and what they mean to the engine.
 
 One table a group; a row is a flag, its help, and how its value is read. The defaults that the help
-states are those of `EngineArgs` and of `sampling_options`; a test compares them.
+states are those of `EngineArgs` and of `sampling_params`; a test compares them.
 """
 
 from __future__ import annotations
@@ -9,11 +9,16 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cupaged.cli.parser import utf8_text
 from cupaged.cli.streams import read_text
 from cupaged.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cupaged.sampling_params import SamplingParams
 
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 MODEL_HELP = (
@@ -76,6 +81,12 @@ ENGINE = {
         Option("--device", "auto or cpu (default: auto)", _NAME),
         Option("--dtype", "auto or float32 (default: auto)", _NAME),
         Option("--max-model-len", "tokens of a sequence (default: the model's own limit)", _INT),
+        Option(
+            "--generation-config",
+            "auto: the model's generation_config.json gives defaults of sampling; vllm: it does "
+            "not (default: auto)",
+            _NAME,
+        ),
         Option("-t --threads", "threads of matrix products (default: the cores there are)", _INT),
     ),
     "KV memory": (
@@ -144,6 +155,8 @@ REPORT = {
         Option("--trace-decode-token-ids", "force the first tokens of the answer", _IDS),
     ),
 }
+_NOTES = {"sampling": "What the model's authors recommend goes before these defaults."}
+DEFAULTS = {"temperature": 0.0, "max_tokens": None}
 _ALL_SAMPLING = {**SAMPLING, **REPORT}
 
 
@@ -192,19 +205,25 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `SamplingParams`; greedy and unlimited unless told otherwise."""
-    return {"temperature": 0.0, "max_tokens": None, **given_sampling_options(args)}
+def sampling_params(
+    args: argparse.Namespace, recommended: Mapping[str, Any] = MappingProxyType({})
+) -> SamplingParams:
+    """What was given, else what the model's authors recommend, else greedy and unlimited."""
+    from cupaged.sampling_params import SamplingParams
+
+    return SamplingParams(**{**DEFAULTS, **recommended, **given_sampling_options(args)})
 
 
 def given_sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `SamplingParams`: only those that were given."""
-    return _given(args, _ALL_SAMPLING)
+    given = _given(args, _ALL_SAMPLING)
+    number = getattr(args, "num_samples", None)
+    return given if number is None else {**given, "n": number}
 
 
 def _add(parser: argparse.ArgumentParser, groups: dict[str, tuple[Option, ...]]) -> None:
     for title, options in groups.items():
-        group = parser.add_argument_group(title)
+        group = parser.add_argument_group(title, _NOTES.get(title))
         for option in options:
             group.add_argument(*option.flags.split(), help=option.help, **option.settings)
 

@@ -9,9 +9,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import shutil
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 _MAX_COLUMNS = 100
 _HELP_COLUMN = 28
@@ -46,6 +50,10 @@ class Parser(argparse.ArgumentParser):
         if example:
             settings["epilog"] = f"example:\n  {example}"
         super().__init__(**{"formatter_class": _Formatter, "allow_abbrev": False, **settings})
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        """Write the help; unlike argparse's own, this does not hide that it cannot."""
+        (file or sys.stdout or sys.stderr).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
         """End with exit code 2 and one line on standard error."""

@@ -17,12 +17,14 @@ from cupaged.cli.batch_forms import Form, PlainForm
 from cupaged.cli.batch_run import BatchRun, LineReader
 from cupaged.cli.openai_forms import openai_forms
 from cupaged.cli.options import (
+    DEFAULTS,
     add_chat_template,
     add_engine_options,
     add_model,
     add_sampling_options,
     engine_options,
     given_sampling_options,
+    sampling_params,
 )
 from cupaged.cli.records import json_line
 from cupaged.cli.streams import STDIN, StreamError, reason, shown, standard_input, tell
@@ -64,19 +66,16 @@ def add_parser(verbs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Open the files, load the model, answer every line."""
-    from cupaged.cli.batch_forms import sampling_params
     from cupaged.llm import LLM
     from cupaged.loading.model_files import DEFAULT_MODEL_REPO
 
-    given = given_sampling_options(args)
-    if args.num_samples is not None:
-        given["n"] = args.num_samples
-    sampling_params(given)  # a wrong option is better told now than once a line
+    sampling_params(args)  # a wrong option is better told now than once a line
+    options = engine_options(args)
     with ExitStack() as opened, make_output(args.output_file) as output:
         source = opened.enter_context(_opened(args.input_file))
-        options = engine_options(args)
         llm = LLM(**options)
-        plain = PlainForm(llm, {"temperature": 0.0, "max_tokens": None, **given})
+        given = {**llm.engine.generation_defaults, **given_sampling_options(args)}
+        plain = PlainForm(llm, {**DEFAULTS, **given})
         openai = openai_forms(llm, given, options["model"] or DEFAULT_MODEL_REPO)
 
         def form_of(line: Mapping[str, Any]) -> Form:

@@ -9,6 +9,7 @@ import re
 import select
 import subprocess
 import sys
+import termios
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ _OWN_TERMINAL = """
 import fcntl, os, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-os.execv(sys.argv[1], sys.argv[1:])
+os.execvp(sys.argv[1], sys.argv[1:])
 """
 SHORT = ("--max-tokens", "6", "--ignore-eos")
 
@@ -109,6 +110,19 @@ class Terminal:
                 return fresh[: match.end()]
             assert time.monotonic() < deadline, f"no {pattern!r} in {fresh!r}"
             self._read(0.1)
+
+    def wait_for_prompt(self, pattern: str = "") -> str:
+        """What has appeared up to a prompt behind a pattern; the next keys are those of a person.
+
+        Keys that come in the moment between the prompt and the start of line editing are handled
+        by the terminal itself, and some of them are lost.
+        """
+        shown = self.wait_for(f"{pattern}> $")
+        deadline = time.monotonic() + 2
+        while termios.tcgetattr(self._leader)[3] & termios.ICANON and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        return shown
 
     def end(self, seconds: float = 20) -> int:
         """The exit code, when the process has ended by itself."""

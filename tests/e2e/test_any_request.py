@@ -43,9 +43,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 # ---- what is asked -------------------------------------------------------------------------------
 
 IDS = st.integers(0, VOCAB_SIZE - 1)
-FEW = st.sampled_from([EOS_ID, 40, 41, 42, 300])  # lists of these meet each other
+FEW = st.sampled_from([EOS_ID, 40, 41, 42, 300])  # so that lists meet: F, G, H and " T"
 TOKENS = st.lists(st.one_of(FEW, IDS), max_size=4)
-WORDS = st.sampled_from(["a", " the", "ing", "block table", "é", "e", "th", "\n", "of the"])
+WORDS = st.sampled_from(["F", "G", "FG", "GG", "HGF", " T", " the", "block table", "é", "\n"])
 TEXTS = st.one_of(WORDS, st.text(min_size=1, max_size=5))
 
 PROMPTS = st.one_of(
@@ -80,12 +80,25 @@ VALID: dict[str, st.SearchStrategy[Any]] = {
     "trace_decode_token_ids": TOKENS,
 }
 ODD = st.sampled_from(
-    [
-        NAN, INF, -INF, -1, 2, 21, VOCAB_SIZE, 10**9, 2**64, 10**400, 1.5, True, "x", "", b"x", None,
-        [], [-1], [VOCAB_SIZE], [10**9], [NAN], ["x"], [""], ["\ud800"], [[1]], {-1: 1.0},
-        {VOCAB_SIZE: 1.0}, {3: NAN}, {3: 101.0}, {"3": 1.0}, {"json": {}}, object(),
-    ]
-)  # fmt: skip
+    [NAN, INF, -1, 2, 21, 10**9, 2**64, 10**400, 1.5, True, "x", "", b"x", None, [], {}, object()]
+)
+ODD_IDS = st.sampled_from(
+    [[-1], [VOCAB_SIZE], [5, 10**9], [NAN], [1.5], [True], ["x"], [None], [[1]], [2**31], [10**400]]
+)
+ODD_BIAS = st.sampled_from(
+    [{-1: 1.0}, {3: 1, VOCAB_SIZE: 1}, {10**9: 1}, {3: NAN}, {3: 101.0}, {"3": 1.0}, {3: None}]
+)
+ODD_TEXTS = st.sampled_from(
+    [[""], ["a", ""], [5], [None], ["\ud800"], ["x"] * 65, "\ud800", [b"x"]]
+)
+ODD_ONES = st.one_of(
+    st.tuples(st.sampled_from(SamplingParams.field_names()), ODD),
+    st.tuples(
+        st.sampled_from(["stop_token_ids", "allowed_token_ids", "trace_decode_token_ids"]), ODD_IDS
+    ),
+    st.tuples(st.just("logit_bias"), ODD_BIAS),
+    st.tuples(st.sampled_from(["stop", "bad_words"]), ODD_TEXTS),
+)
 ODD_PROMPTS = st.sampled_from(
     [
         None, 5, 1.5, b"x", "", [], [-1], [VOCAB_SIZE], [10**9], [1.5], [NAN], [True], ["x"], [[1]],
@@ -114,7 +127,8 @@ def asked(draw: st.DrawFn) -> Asked:
     if what == 7:
         prompt = draw(ODD_PROMPTS)
     elif what == 6:
-        changes[draw(st.sampled_from(SamplingParams.field_names()))] = draw(ODD)
+        name, value = draw(ODD_ONES)
+        changes[name] = value
     return Asked(prompt, changes)
 
 

@@ -26,9 +26,7 @@ WITH_MODEL = ("generate", "chat", "complete", "run-batch", "estimate")
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    (action,) = (
-        a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)
-    )
+    (action,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
     return dict(action.choices)
 
 
@@ -96,7 +94,7 @@ def test_every_sampling_parameter_can_be_given() -> None:
             {**options.SAMPLING, **options.REPORT},
             {
                 **{f.name: f.default for f in fields(SamplingParams)},
-                **options.sampling_options(argparse.Namespace()),
+                **options.DEFAULTS,
             },
         ),
     ],
@@ -175,7 +173,14 @@ def test_a_mistake_gets_one_line_and_an_exit_code(
 
 def test_sizes_and_engine_options_reach_the_engine(cupaged: Inline, cli_model: str) -> None:
     done = cupaged(
-        "generate", cli_model, "-p", "a", "--kv-cache-memory-bytes", "64KiB", "--max-model-len", "64"
+        "generate",
+        cli_model,
+        "-p",
+        "a",
+        "--kv-cache-memory-bytes",
+        "64KiB",
+        "--max-model-len",
+        "64",
     )
     assert done.code == 1 and "in 0 MiB" in done.err  # one block is larger than that
     args = build_parser().parse_args(
