@@ -24,8 +24,8 @@ GIB = 2**30
 _LITTLE_MEMORY_BYTES = GIB
 _MIN_PYTHON = (3, 11)
 _SHOWN_VARIABLES = (
-    "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
-    "CUDA_PATH", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE",
+    "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES", "CUDA_PATH", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE",
 )  # fmt: skip
 _SECRET_VARIABLES = ("HF_TOKEN", "HF_ENDPOINT", "HTTPS_PROXY", "https_proxy")  # may hold a password
 
@@ -92,8 +92,10 @@ def check_products() -> Iterator[Finding]:
     elif blas.get("found") is False or library == "unknown":
         yield Finding("BLAS", value, "note", "slow: install NumPy from PyPI, which has OpenBLAS")
     elif threads < cores:
-        advice = f"of {cores} cores: unset OPENBLAS_NUM_THREADS and OMP_NUM_THREADS, or use "
-        advice += f"--threads {cores}"
+        limits = [k for k in _SHOWN_VARIABLES if k.endswith("_NUM_THREADS") and k in os.environ]
+        advice = f"fewer than {cores} cores: other programs are busy, end them to be faster"
+        if limits:
+            advice = f"fewer than {cores} cores: unset {' and '.join(limits)}, or use --threads"
         yield Finding("BLAS", value, "note", advice)
     else:
         yield Finding("BLAS", value)

@@ -87,7 +87,7 @@ ENGINE = {
             "not (default: auto)",
             _NAME,
         ),
-        Option("-t --threads", "threads of matrix products (default: the cores there are)", _INT),
+        Option("-t --threads", "of matrix products (default: what is fastest in a trial)", _INT),
     ),
     "KV memory": (
         Option("--block-size", "tokens of a block: 8, 16, 32, 64 or 128 (default: 16)", _INT),

@@ -73,7 +73,10 @@ class Sampler(Protocol):
 
 
 class ModelRunner:
-    """Runs a model on a device. All memory is taken here, in the constructor."""
+    """Runs a model on a device.
+
+    All memory is taken in the constructor, but for the copy of logits whose logprobs were asked for.
+    """
 
     def __init__(
         self,
