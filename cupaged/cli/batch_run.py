@@ -1,7 +1,7 @@
 """Lines in, records out: every request that fits in flight at once, and the order kept.
 
-A thread reads ahead, so that a writer that waits for answers gets them. At most `window` lines are
-in memory at a time: those in flight, and the answered ones that wait for an earlier one.
+A thread reads a little ahead, so that a writer that waits for answers gets them. Beside these, at
+most `window` lines are in memory: those in flight, and answered ones that wait for an earlier one.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ if TYPE_CHECKING:
     from cupaged.engine.engine import Engine
     from cupaged.outputs import RequestOutput
 
-MAX_LINE_BYTES = 64 << 20
+MAX_LINE_BYTES = 16 << 20
+LINES_AHEAD = 64
 Item = tuple[int, bytes] | OSError | None  # a numbered line, a failure to read, or the end
 
 
 class LineReader:
-    """The lines of a file that are not blank, read by a thread that is `ahead` lines ahead.
+    """The lines of a file that are not blank, read by a thread that is a few lines ahead.
 
     The thread closes the file at its end. Nobody else may: it can be waiting for a line.
     """
 
-    def __init__(self, file: BinaryIO, ahead: int) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._items: queue.Queue[Item] = queue.Queue(ahead)
+        self._items: queue.Queue[Item] = queue.Queue(LINES_AHEAD)
         self.ended = False
         threading.Thread(target=self._read, daemon=True).start()
 

@@ -20,7 +20,7 @@ from cupaged.cli.options import (
     sampling_params,
 )
 from cupaged.cli.parser import nearest, utf8_text
-from cupaged.errors import CupagedError
+from cupaged.errors import ChatTemplateError, CupagedError
 
 if TYPE_CHECKING:
     from cupaged.llm import LLM
@@ -61,9 +61,21 @@ def run(args: argparse.Namespace) -> int:
     sampling_params(args)  # a wrong one is refused before the model is read
     console = Console(args.quick, [f"/{name}" for name in COMMANDS])
     llm = LLM(**engine_options(args))
+    _check_template(llm, args.system)
     console.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends")
     params = sampling_params(args, llm.engine.generation_defaults)
     return Chat(llm, params, args.system, console).run()
+
+
+def _check_template(llm: LLM, system: str | None) -> None:
+    """Say before the first message that there can be no answer to any."""
+    trial = Conversation(system)
+    trial.ask("hello")
+    try:
+        llm.render_chat(trial.messages)
+    except ChatTemplateError as error:
+        hint = "--chat-template gives another one, and `cupaged complete` needs none"
+        raise ChatTemplateError(f"{error} ({hint})") from None
 
 
 class Chat:

@@ -32,7 +32,7 @@ def add_parser(verbs: Any) -> None:
         "max-model-len tokens then fit, from config.json (or the header of a .gguf file) alone: "
         "no weights are read. Without --gpu and --gpu-memory-gib it is for this machine's cpu. "
         "The exit code is 1 if not one such request fits.",
-        example="cupaged estimate meta-llama/Meta-Llama-3-8B --gpu L4 --max-model-len 4096",
+        example="cupaged estimate HuggingFaceTB/SmolLM2-1.7B-Instruct --gpu T4",
     )
     add_model(parser)
     parser.add_argument("--gpu", metavar="NAME", help="L4, A100-80, H200, ...; `list` shows all")

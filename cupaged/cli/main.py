@@ -78,11 +78,11 @@ def _run(argv: list[str]) -> int:
 
 def _parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
     """The options; SystemExit after a line about what is wrong, or after `--help`."""
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:2], "--help"]
     argv = [OTHER_VERBS.get(word, word) for word in argv[:1]] + argv[1:]
     verbs, first = _verbs(parser), argv[0] if argv else ""
-    if first == "help":
-        argv = [*argv[1:2], "--help"]
-    elif first.startswith("-") and first not in flags_of(parser):
+    if first.startswith("-") and first not in flags_of(parser):
         parser.error(f"unknown option {first}; a command comes first")
     elif first and not first.startswith("-") and first not in verbs:
         parser.error(f"unknown command {first!r}{nearest(first, {verb: verb for verb in verbs})}")

@@ -64,5 +64,6 @@ def _from_hub(model: str) -> Path:
     with hub_errors(name, _CONFIG):
         check_token()
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-        found = HfApi().model_info(name.repo, revision=name.revision, timeout=timeout)
-        return Path(hf_hub_download(name.repo, _CONFIG, revision=found.sha))
+        # Unlike the download, this fails at once where nobody answers.
+        HfApi().model_info(name.repo, revision=name.revision, timeout=timeout)
+        return Path(hf_hub_download(name.repo, _CONFIG, revision=name.revision))

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
         config = llm.engine.core.config
         window = max(_MIN_WINDOW, _SEQUENCES_AHEAD * config.max_num_seqs)
-        batch = BatchRun(llm.engine, LineReader(source, window), form_of, window)
+        batch = BatchRun(llm.engine, LineReader(source), form_of, window)
         opened.pop_all()  # the reader's thread closes it
         progress = Progress(batch)
         for record in batch.records(progress.show):

@@ -116,7 +116,10 @@ class Batch:
 
 
 def build_batch(plan: StepPlan, block_size: int) -> Batch:
-    """Lay out a plan that is not empty. No Python call here depends on the number of sequences."""
+    """Lay out a plan that is not empty.
+
+    No Python call here depends on the number of sequences, but for those that have bad words.
+    """
     entries = plan.scheduled
     start = np.array([e.start for e in entries], np.int32)
     num_new = np.array([e.num_tokens for e in entries], np.int32)

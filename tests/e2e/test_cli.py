@@ -137,6 +137,7 @@ def test_two_models_are_wrong_usage(cupaged: Inline, verb: str) -> None:
     [
         (("generat",), 2, "unknown command 'generat'; perhaps generate"),
         (("xyz",), 2, "unknown command 'xyz' (see"),
+        (("help", "chats"), 2, "unknown command 'chats'; perhaps chat"),
         (("--modle", "x"), 2, "unknown option --modle; a command comes first"),
         (("chat", "--sytem", "x"), 2, "unknown option --sytem; perhaps --system"),
         (("chat", "--tempp", "1"), 2, "unknown option --tempp; perhaps --temperature"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -168,5 +169,14 @@ def test_chat_needs_a_template_and_takes_one_from_a_file(
     file.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}\n")
     done = cupaged("chat", cli_model, *SHORT, "--chat-template", str(file), "-q", "the cat")
     assert done.out == cupaged("generate", cli_model, *SHORT, "-p", "the cat").out
+    config = json.loads(Path(cli_model, "tokenizer_config.json").read_text("utf-8"))
+    bare = tmp_path / "bare"
+    shutil.copytree(cli_model, bare)
+    del config["chat_template"]
+    (bare / "tokenizer_config.json").write_text(json.dumps(config))
+    refused = cupaged("chat", str(bare), stdin="one\ntwo\n")
+    assert refused.code == 1 and "`cupaged complete` needs none" in refused.err
+    assert len(refused.err.splitlines()) == 1  # told once, not once a message
+    assert cupaged("chat", str(bare), "--chat-template", str(file), "-q", "a", *SHORT).code == 0
     missing = cupaged("chat", cli_model, "--chat-template", str(tmp_path / "none"), "-q", "a")
     assert missing.code == 1 and "none: cannot be read: No such file" in missing.err

@@ -19,6 +19,8 @@ from cupaged.cli.completion import read_verbs
 from cupaged.cli.main import build_parser
 from cupaged.loading.dequantize import BLOCK_TYPES
 from tests.e2e.cli import Inline, environment, shell
+from tests.fake_hub import Repo
+from tests.unit.small_hub import go_offline, small_hub
 
 OFFLINE = ("doctor", "--offline")
 
@@ -225,6 +227,24 @@ def test_estimate_for_this_machine_agrees_with_the_engine(cupaged: Inline, cli_m
     config = options.build().core.config
     assert (found["num_blocks"], found["num_requests"]) == (config.num_blocks, 4)
     files.reader.close()
+
+
+def test_estimate_of_a_name_downloads_config_json_alone(
+    cupaged: Inline, llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Path(llama, "config.json").read_bytes()
+    with small_hub(tmp_path / "home", monkeypatch) as hub:
+        hub.repos["meta/eight"] = Repo({"config.json": config, "model.safetensors": b"never"})
+        asked = ("estimate", "meta/eight", "--gpu", "L4", "--json")
+        done = cupaged(*asked)
+        assert done.code == 0 and json.loads(done.out)["weight_bytes"] == 16_060_522_496
+        assert not hub.bodies("safetensors") and hub.bodies("config.json")
+        go_offline(monkeypatch)
+        assert cupaged(*asked).out == done.out  # the cache has it
+        missing = cupaged("estimate", "meta/nine")
+        assert missing.code == 1 and "HF_HUB_OFFLINE" in missing.err
+        quantised = cupaged("estimate", "meta/eight:Q4_K_M")
+        assert quantised.code == 1 and "run `cupaged pull meta/eight:Q4_K_M`" in quantised.err
 
 
 def bash_completes(*words: str) -> set[str]:
