@@ -75,7 +75,7 @@ class Sampler(Protocol):
 class ModelRunner:
     """Runs a model on a device.
 
-    All memory is taken in the constructor, but for the copy of logits whose logprobs were asked for.
+    All memory is taken in the constructor, but for a copy of the logits whose logprobs are asked.
     """
 
     def __init__(
