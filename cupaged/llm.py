@@ -6,8 +6,10 @@ memory.
 
 from __future__ import annotations
 
+import signal
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -49,7 +51,9 @@ class LLM:
         special_tokens: dict[str, Any] = dict(tokenizer.special_tokens)
         self._template = ChatTemplate(source, **special_tokens) if source else None
         self._request_ids = count()
-        self._outputs: dict[str, deque[RequestOutput]] = {}  # of requests someone waits for
+        self._outputs: dict[str, deque[RequestOutput]] = {}  # of requests; one queue a call
+        self._num_failures = 0
+        self._failure: EngineError | None = None
 
     def generate(
         self,
@@ -74,15 +78,14 @@ class LLM:
             PromptError, InvalidParameterError, CapacityError: a request cannot be served; none of
                 the call's requests is left running.
         """
-        params = sampling_params or self.get_default_sampling_params()
-        request_ids = self._add(prompts, params, priority)
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         finished: dict[str, RequestOutput] = {}
-        bar = _progress_bar(len(request_ids), use_tqdm)
-        for output in self._drain(request_ids):
-            if output.finished:
-                finished[output.request_id] = output
-                bar.update()
-        bar.close()
+        with _progress_bar(len(_as_list(prompts)), use_tqdm) as bar:
+            request_ids = self._add(prompts, params, priority)
+            for output in self._drain(request_ids):
+                if output.finished:
+                    finished[output.request_id] = output
+                    bar.update()
         return [finished[i] for i in request_ids]
 
     def chat(
@@ -111,7 +114,7 @@ class LLM:
             for conversation in conversations
         ]
         rest = {"max_tokens": None, **self.engine.generation_defaults}
-        params = sampling_params or SamplingParams(**rest)
+        params = SamplingParams(**rest) if sampling_params is None else sampling_params
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
     def stream(
@@ -124,7 +127,7 @@ class LLM:
         Each output has all text so far; its completions' `delta` is what is new. Requests are
         checked and queued at once, and those still running are aborted when the iterator is closed.
         """
-        params = sampling_params or self.get_default_sampling_params()
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         return self._drain(self._add(prompts, params))
 
     def abort(self, request_id: str | Sequence[str]) -> None:
@@ -176,6 +179,10 @@ class LLM:
             raise InvalidParameterError(
                 "number of sampling_params", len(params), f"1 or as many as prompts ({len(batch)})"
             )
+        if priority is not None and not self.engine.core.has_priorities:
+            raise InvalidParameterError(
+                "priority", priority, "None unless scheduling_policy='priority'"
+            )
         priorities = [0] * len(batch) if priority is None else list(priority)
         if len(priorities) != len(batch):
             raise InvalidParameterError(
@@ -183,16 +190,18 @@ class LLM:
             )
         request_ids: list[str] = []
         try:
-            for prompt, param, rank in zip(batch, params, priorities, strict=True):
-                request_id = str(next(self._request_ids))
-                self.engine.add_request(request_id, prompt, param, priority=rank)
-                request_ids.append(request_id)
+            with _uninterrupted():
+                for prompt, param, rank in zip(batch, params, priorities, strict=True):
+                    request_id = str(next(self._request_ids))
+                    self.engine.add_request(request_id, prompt, param, priority=rank)
+                    request_ids.append(request_id)
         except BaseException:
-            for request_id in request_ids:
-                self.engine.abort(request_id)
+            with _uninterrupted():
+                for request_id in request_ids:
+                    self.engine.abort(request_id)
             raise
-        for request_id in request_ids:
-            self._outputs[request_id] = deque()
+        queue: deque[RequestOutput] = deque()
+        self._outputs.update((request_id, queue) for request_id in request_ids)
         return request_ids
 
     def _drain(self, request_ids: list[str]) -> Iterator[RequestOutput]:
@@ -207,30 +216,66 @@ class LLM:
         The first item is None.
         """
         unfinished = set(request_ids)
+        queue = self._outputs[request_ids[0]] if request_ids else deque()
+        num_failures = self._num_failures
         try:
             yield None
             while unfinished:
-                ready = [i for i in request_ids if i in unfinished and self._outputs[i]]
-                for request_id in ready:
-                    while self._outputs[request_id]:
-                        output = self._outputs[request_id].popleft()
-                        if output.finished:
-                            unfinished.discard(request_id)
-                        yield output
-                if not ready:
-                    for request_id in unfinished:
-                        if not self.engine.core.holds(request_id):
-                            raise EngineError(
-                                f"request {request_id} was lost in a step that failed"
-                            )
-                    for output in self.engine.step():
+                if queue:
+                    output = queue.popleft()
+                    if output.finished:
+                        unfinished.discard(output.request_id)
+                    yield output
+                elif num_failures != self._num_failures:
+                    num_failures = self._num_failures
+                    lost = [
+                        i for i in request_ids if i in unfinished and not self.engine.core.holds(i)
+                    ]
+                    if lost:
+                        raise EngineError(
+                            f"request {lost[0]} was lost in a step that failed: {self._failure}"
+                        )
+                else:
+                    try:
+                        with _uninterrupted():
+                            outputs = self.engine.step()
+                    except EngineError as error:
+                        self._num_failures, self._failure = self._num_failures + 1, error
+                        continue
+                    for output in outputs:
                         if output.request_id in self._outputs:
                             self._outputs[output.request_id].append(output)
         finally:
-            for request_id in unfinished:
-                self.engine.abort(request_id)
-            for request_id in request_ids:
-                self._outputs.pop(request_id, None)
+            with _uninterrupted():
+                for request_id in unfinished:
+                    self.engine.abort(request_id)
+                for request_id in request_ids:
+                    self._outputs.pop(request_id, None)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C back until the block is left, so that nothing in it is done by halves."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # the program has a handler of its own
+        return
+    came = False
+
+    def note(*_: object) -> None:
+        nonlocal came
+        came = True
+
+    try:
+        signal.signal(signal.SIGINT, note)
+    except ValueError:  # not the main thread, which alone is interrupted
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if came:
+            raise KeyboardInterrupt
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -107,6 +107,7 @@ class Sequence:
         "index",
         "is_promoted",
         "num_computed_tokens",
+        "num_overtakes",
         "num_pending_samples",
         "order",
         "request",
@@ -123,6 +124,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_pending_samples = 1  # more than one only before the first fork
         self.in_flight = False
+        self.num_overtakes = 0  # admissions past it while it had waited longest
         self.is_promoted = False  # by a policy that bounds waiting
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None

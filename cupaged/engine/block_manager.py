@@ -116,9 +116,18 @@ class BlockManager:
         held = 0 if row is None else int(self._num_held[row])
         end = num_computed_tokens + num_new_tokens + num_lookahead_tokens
         num_appended = max(0, self.blocks_for(end) - held)
+        first = num_computed_tokens // self.block_size
+        if (
+            row is not None
+            and not num_appended
+            and not self._in_flight
+            and first == held - 1
+            and self.ref_counts[self.block_table[row, first]] == 1
+            and reserve <= len(self._free)
+        ):
+            return []  # a decode step inside its own last block: nearly every call
         shared: list[int] = []
         if row is not None:
-            first = num_computed_tokens // self.block_size
             written = self.block_table[row, first : min(held, self.blocks_for(end))]
             is_shared = self.ref_counts[written] > 1
             shared = [first + int(i) for i in np.flatnonzero(is_shared)]

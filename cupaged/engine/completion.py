@@ -31,6 +31,7 @@ class Completion:
         self._stop_reason: int | str | None = None
         self._tokenizer = tokenizer
         self._logprobs: list[TokenAlternatives] | None = None if params.logprobs is None else []
+        self._cumulative = 0.0
         self._detokenizer = (
             IncrementalDetokenizer(
                 tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens
@@ -53,6 +54,7 @@ class Completion:
         if self._logprobs is not None:
             told = output.logprobs or []
             self._logprobs += [alternatives(self._tokenizer, position) for position in told]
+            self._cumulative += sum(position.logprobs[0] for position in told)
         if self._detokenizer is not None:
             self._deliver(self._detokenizer.append(visible))
         if output.finish_reason is not None and self.finish_reason is None:
@@ -77,7 +79,7 @@ class Completion:
             index=self.index,
             text=self._text,
             token_ids=self._token_ids.copy(),
-            cumulative_logprob=None if logprobs is None else _cumulative(logprobs),
+            cumulative_logprob=None if logprobs is None else self._cumulative,
             logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
@@ -86,7 +88,8 @@ class Completion:
 
     def _deliver(self, text: str) -> None:
         if len(self._token_ids) < self._params.min_tokens:
-            self._add(text)  # stop strings do not count yet
+            self._matcher.skip(text)  # stop strings do not end here yet
+            self._add(text)
             return
         text, stop = self._matcher.feed(text)
         self._add(text)
@@ -97,8 +100,3 @@ class Completion:
     def _add(self, text: str) -> None:
         self._text += text
         self._delta += text
-
-
-def _cumulative(logprobs: list[TokenAlternatives]) -> float:
-    """Sum over the drawn tokens, each the first of its position."""
-    return sum(next(iter(position.values())).logprob for position in logprobs)

@@ -107,6 +107,11 @@ class EngineCore:
         return request_id in self._requests
 
     @property
+    def has_priorities(self) -> bool:
+        """True when the scheduling policy looks at the priorities of requests."""
+        return self.scheduler.policy.has_priorities
+
+    @property
     def has_unfinished_requests(self) -> bool:
         """True while a step is worth making."""
         return bool(self._requests) or bool(self._in_flight)

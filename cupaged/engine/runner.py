@@ -130,7 +130,7 @@ class ModelRunner:
             own = self._ops.empty((len(asking), self._config.vocab_size), np.float32)
             self._ops.gather_rows(own, logits, sampling.logits_row[asking])
         drawn = self._sampler(logits, sampling)
-        tokens = np.where(sampling.forced >= 0, sampling.forced, drawn)
+        tokens = np.where((sampling.forced >= 0) & (drawn >= 0), sampling.forced, drawn)
         if not len(asking):
             return tokens.tolist(), []
         counts = sampling.num_logprobs[asking]

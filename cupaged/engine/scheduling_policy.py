@@ -19,7 +19,12 @@ Key = tuple[int, ...]
 
 
 class SchedulingPolicy(Protocol):
-    """Order of sequences, and the queue of those that wait."""
+    """Order of sequences, and the queue of those that wait.
+
+    has_priorities: whether the priorities of requests count.
+    """
+
+    has_priorities: bool
 
     def key(self, sequence: Sequence) -> Key:
         """Position among the running sequences, lowest first; unique, fixed while it runs."""
@@ -48,6 +53,8 @@ class FirstComeFirstServed:
     The head of the queue waits until it fits, and everybody behind it waits too; since running
     sequences end, that wait is finite.
     """
+
+    has_priorities = False
 
     def __init__(self) -> None:
         self._queue: OrderedDict[Key, Sequence] = OrderedDict()
@@ -82,15 +89,16 @@ class FirstComeFirstServed:
 class PriorityWithBoundedWait:
     """Lower `priority` first, arrival within one priority; and nobody waits for ever.
 
-    When `max_overtakes` sequences in a row have been admitted past the one that has waited longest,
+    When `max_overtakes` sequences have been admitted past one while it was the oldest that waited,
     that one is promoted: it is next, whatever its priority, and it keeps that rank, also against
-    preemption, until it ends. With k sequences before it in order of arrival, a sequence is
-    admitted after at most (k + 1) * (max_overtakes + 1) admissions.
+    preemption, until it ends. With k older sequences unfinished, a sequence is admitted after at
+    most (k + 1) * (max_overtakes + 1) admissions.
     """
+
+    has_priorities = True
 
     def __init__(self, max_overtakes: int = 64) -> None:
         self._max_overtakes = max_overtakes
-        self._num_overtakes = 0  # of the one that has waited longest
         self._by_arrival: list[Key] = []
         self._by_key: list[Key] = []
         self._waiting: dict[Key, Sequence] = {}
@@ -111,20 +119,18 @@ class PriorityWithBoundedWait:
 
     def remove(self, sequence: Sequence) -> None:
         """Take a waiting sequence out."""
-        if self._by_arrival[0] == sequence.order:
-            self._num_overtakes = 0
         self._by_arrival.remove(sequence.order)
         self._by_key.remove(self.key(sequence))
         del self._waiting[sequence.order]
 
     def admit(self, sequence: Sequence) -> None:
         """Take it out, and count whom it overtakes."""
-        overtakes = self._num_overtakes + (self._by_arrival[0] != sequence.order)
         self.remove(sequence)
-        if self._waiting and overtakes > self._num_overtakes:
-            self._num_overtakes = overtakes
-            if overtakes >= self._max_overtakes:
-                self._promote(self._waiting[self._by_arrival[0]])
+        if self._by_arrival and self._by_arrival[0] < sequence.order:
+            overtaken = self._waiting[self._by_arrival[0]]
+            overtaken.num_overtakes += 1
+            if overtaken.num_overtakes == self._max_overtakes:
+                self._promote(overtaken)
 
     def peek(self) -> Sequence | None:
         """The lowest key."""

@@ -70,9 +70,16 @@ class StopStringMatcher:
         text = self._held + delta
         if self._include_stop:
             return text, None
-        num_free = len(text) - self._depths[state]
+        num_free = max(0, len(text) - self._depths[state])  # less was held where it was skipped
         self._held = text[num_free:]
         return text[:num_free], None
+
+    def skip(self, delta: str) -> None:
+        """A piece that is delivered whatever is in it; a stop string may begin in it, not end."""
+        for char in delta:
+            while self._state and char not in self._edges[self._state]:
+                self._state = self._fallbacks[self._state]
+            self._state = self._edges[self._state].get(char, 0)
 
     def flush(self) -> str:
         """The text has ended without a match; returns what was held back."""
@@ -83,7 +90,7 @@ class StopStringMatcher:
     def _cut(self, end: int, match: str, text: str) -> str:
         """Remember the match, which ends at `text[end]`; returns what may still be delivered."""
         self._matched, self._held = match, ""
-        return text[: end if self._include_stop else end - len(match)]
+        return text[: end if self._include_stop else max(0, end - len(match))]
 
     def _add(self, text: str) -> None:
         state = 0

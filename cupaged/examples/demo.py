@@ -13,6 +13,7 @@ import argparse
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import mean, median
 
 from cupaged import LLM, RequestOutput, SamplingParams
@@ -163,7 +164,7 @@ def main() -> int:
     print_summary(llm, measured)
     different = run_alone(llm, prompts, measured)
     print("\ntry next:")
-    prefix = "" if sys.prefix == sys.base_prefix else ".venv/bin/"
+    prefix = ".venv/bin/" if Path(sys.prefix).name == ".venv" else ""
     for command in NEXT:
         print("  " + command.format(bin=prefix))
     return 1 if different else 0

@@ -22,7 +22,7 @@ def main() -> None:
         if told is None:
             continue  # nothing stands before the first token
         own = told[token_id]
-        likeliest = next(t for t in told.values() if t.rank == 1)
+        likeliest = max(told.values(), key=lambda t: t.logprob)
         print(f"{own.decoded_token!r:12} {own.logprob:8.3f}  rank {own.rank:5}", end="")
         print("" if own.rank == 1 else f"  likeliest: {likeliest.decoded_token!r}")
         total += own.logprob

@@ -15,6 +15,8 @@ from cupaged.ops.philox import WORDS, gumbel, philox
 
 _MASS_UNIT = float(2**40)  # fixed-point mass of the likeliest token; 2^18 tokens stay below 2^63
 
+_ELEMENTS_AT_ONCE = 1 << 18  # logits worked on at once: some 15 MiB of temporaries
+
 FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int64]
 
@@ -33,16 +35,18 @@ def sample(logits: FloatArray, sampling: SamplingBatch) -> NDArray[np.int32]:
     top_k = np.where(sampling.top_k < vocab_size, sampling.top_k, 0)
     drawn = (sampling.temperature > 0) & (tokens >= 0)
     limited = (top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    rows_at_once = max(1, _ELEMENTS_AT_ONCE // vocab_size)
     for rows, choose in (
         (np.flatnonzero(drawn & limited), _draw_limited),
         (np.flatnonzero(drawn & ~limited), _draw_from_all),
     ):
-        if len(rows):
-            source = sampling.logits_row[rows]
+        for first in range(0, len(rows), rows_at_once):
+            part = rows[first : first + rows_at_once]
+            source = sampling.logits_row[part]
             with np.errstate(over="ignore"):  # -inf, a token that is never drawn, is right
                 scaled = logits[source] - highest[source, None]
-                scaled /= sampling.temperature[rows, None]
-            tokens[rows] = choose(scaled, sampling, rows)
+                scaled /= sampling.temperature[part, None]
+            tokens[part] = choose(scaled, sampling, part)
     return tokens
 
 

@@ -177,3 +177,13 @@ def test_parameters_of_another_kind(llm: LLM) -> None:
 def test_no_prompts(llm: LLM) -> None:
     assert llm.generate([], use_tqdm=False) == []
     assert list(llm.stream([])) == []
+
+
+def test_priorities_need_a_policy_that_looks_at_them(llm: LLM) -> None:
+    with pytest.raises(InvalidParameterError, match="priority must be None unless"):
+        llm.generate(["a", "b"], use_tqdm=False, priority=[1, 0])
+
+
+def test_no_parameters_for_some_prompts_is_no_default(llm: LLM) -> None:
+    with pytest.raises(InvalidParameterError, match="number of sampling_params"):
+        llm.generate(["a"], [], use_tqdm=False)

@@ -83,6 +83,19 @@ def test_nobody_is_overtaken_more_often_than_allowed() -> None:
     assert order_of_admission(core).index("patient") == 3
 
 
+def test_urgent_requests_stay_first_after_a_promotion() -> None:
+    """Many wait long before the urgent ones come: one of them is let in for every three."""
+    core = small_core(policy=PriorityWithBoundedWait(max_overtakes=3), max_num_seqs=1)
+    for i in range(4):
+        core.add_request(request(f"low {i}", 3, priority=9, max_tokens=1))
+    for i in range(8):
+        core.add_request(request(f"urgent {i}", 3, priority=0, max_tokens=1))
+    drain(core)
+    kinds = [name.split()[0] for name in order_of_admission(core)]
+    urgent = ["urgent"] * 3
+    assert kinds == [*urgent, "low", *urgent, "low", "urgent", "urgent", "low", "low"]
+
+
 def test_a_promoted_sequence_is_not_the_victim_of_later_urgent_ones() -> None:
     core = small_core(policy=PriorityWithBoundedWait(max_overtakes=1), num_blocks=3, max_num_seqs=2)
     core.add_request(request("urgent 0", 8, priority=0, max_tokens=1))
@@ -108,7 +121,9 @@ def test_everybody_is_served_within_the_bound(seed: int) -> None:
     for i in range(400):
         if random.random() < 0.6:
             name = f"{i}"
-            limit[name] = len(admitted) + (len(policy) + 1) * (bound + 1)
+            limit[name] = len(admitted) + (len(policy) + len(core.scheduler.running) + 1) * (
+                bound + 1
+            )
             core.add_request(request(name, random.randint(1, 9), priority=random.randint(0, 3)))
         core.step()
         core.audit()
