@@ -184,7 +184,12 @@ class BlockManager:
 
         Step ids grow.
         """
-        self._in_flight[step_id] = {source for source, _ in copies}
+        self._in_flight[step_id] = sources = {source for source, _ in copies}
+        freed = [block for block in sources if self.ref_counts[block] == 0]
+        for block in freed:
+            self._free.remove(block)
+        if freed:
+            self._quarantine.append((step_id, freed))
 
     def step_completed(self, step_id: int) -> None:
         """The step is over: what only it and earlier, completed steps used becomes free."""

@@ -105,7 +105,7 @@ class Scheduler:
         """Blocks for a running sequence, at the cost of those behind it, not yet in this plan.
 
         None when it cannot run now: it was the last one and was preempted itself, or what it needs
-        is held by steps in flight.
+        is held by this step or by steps in flight.
         """
         while True:
             copies = self.block_manager.allocate(
@@ -117,8 +117,13 @@ class Scheduler:
                 return None
             victim = self.running[-1]
             self._preempt(plan, victim)
-            if victim is sequence:
+            if victim is sequence or self._frees_a_copied_block(plan):
                 return None
+
+    def _frees_a_copied_block(self, plan: StepPlan) -> bool:
+        """True when the plan copies from a block that is free now: it may not be given away yet."""
+        ref_counts = self.block_manager.ref_counts
+        return any(ref_counts[source] == 0 for source, _ in plan.copies)
 
     def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
         """Admit waiting sequences in the policy's order while each fits whole."""

@@ -55,3 +55,9 @@ def test_a_failing_trace_is_made_small() -> None:
     assert fails(trace)
     small = shrink(trace, fails)
     assert len(small.operations) == 2
+
+
+@pytest.mark.parametrize("seed", [6328, 7704, 9005])
+def test_traces_that_once_failed(seed: int) -> None:
+    """A reused id after a failure; a freed block that the same step still copies from."""
+    assert failure_of(make_trace(Random(seed))) is None
