@@ -19,6 +19,9 @@ CORE_PATH_LINES = 2800
 LAYERS = (
     ("cupaged._version", "cupaged.errors"),
     ("cupaged.json_values", "cupaged.sampling_params", "cupaged.outputs", "cupaged.resources"),
+    ("cupaged.runtime.cache_folder",),
+    ("cupaged.emulator",),
+    ("cupaged.runtime",),
     ("cupaged.logits_rules", "cupaged.rope"),
     ("cupaged.config", "cupaged.request"),
     ("cupaged.engine.sampling_batch", "cupaged.engine.scheduling_policy", "cupaged.engine.door"),
@@ -117,7 +120,7 @@ def test_no_torch_and_cupy_in_two_modules_only(name: str) -> None:
 def test_lines_per_file() -> None:
     files = [
         path
-        for pattern in ("*.py", "*.cu", "*.cuh", "*.hpp", "*.cpp")
+        for pattern in ("*.py", "*.cu", "*.cuh", "*.h", "*.cpp")
         for folder in ("cupaged", "models", "cuda", "tests", "bench")
         for path in (ROOT / folder).rglob(pattern)
         if "_pb2" not in path.name

@@ -1,0 +1,208 @@
+"""From what the native runtime found to a Python exception that shows the line.
+
+Addresses in the compiled module become file and line through `addr2line`, which comes with every
+compiler; it runs only when there is something to report.
+"""
+
+from __future__ import annotations
+
+import linecache
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cupaged.emulator import errors
+from cupaged.emulator.launch_abi import Finding, ThreadPlace
+from cupaged.emulator.toolchain import INCLUDE_DIR
+from cupaged.errors import NotSupportedError
+
+# In the order of include/emulator/kinds.h.
+KINDS: tuple[tuple[type[errors.KernelError], str], ...] = (
+    (errors.KernelError, "no fault"),
+    (errors.OutOfBoundsError, "out of bounds"),
+    (errors.ReadOnlyError, "write to a read-only array"),
+    (errors.DataRaceError, "data race"),
+    (errors.UninitializedReadError, "uninitialised shared memory"),
+    (errors.MisalignedError, "misaligned access"),
+    (errors.DivergentBarrierError, "divergent barrier"),
+    (errors.WarpMaskError, "wrong warp operation"),
+    (errors.DeadlockError, "deadlock"),
+    (errors.EndlessLoopError, "endless loop"),
+    (errors.StackOverflowError, "stack overflow"),
+    (errors.AsyncCopyError, "asynchronous copy"),
+    (errors.UndefinedBehaviourError, "undefined behaviour"),
+    (errors.DeviceAssertError, "assertion failed"),
+    (errors.KernelCrashError, "crash"),
+    (errors.KernelError, "not supported"),
+    (errors.SharedMemoryError, "too much shared memory"),
+)
+_UNSUPPORTED = 15
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayArgument:
+    """name: the parameter. dtype, shape: of the array passed for it."""
+
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        size = 1
+        for length in self.shape:
+            size *= length
+        return size
+
+
+def raise_finding(
+    finding: Finding, kernel: str, library: Path, arguments: dict[int, ArrayArgument]
+) -> None:
+    """Raise what was found.
+
+    Args:
+        kernel: the name of the kernel that ran.
+        library: the compiled module.
+        arguments: the arrays, by index of the parameter.
+    """
+    if finding.kind == _UNSUPPORTED:
+        raise NotSupportedError(f"{kernel}: {finding.message.decode(errors='replace')}")
+    kind, title = KINDS[finding.kind]
+    places = _symbolize(library, [*finding.pcs[: finding.num_pcs], finding.other_pc])
+    file, line = _place(finding, places[:-1])
+    argument = arguments.get(finding.argument)
+    element: int | None = None
+    name: str | None = None
+    if argument is not None:
+        name, element = argument.name, finding.byte_offset // argument.dtype.itemsize
+    elif finding.object:
+        name, element = finding.object.decode(), finding.byte_offset // finding.element_bytes
+    lines = [f"{_short(file)}:{line}: {title}: {_what(finding, kernel, argument, name)}"]
+    lines.append(f"  {_thread(finding.here)} of {kernel}")
+    lines += _source(file, line)
+    if finding.has_other:
+        other_file, other_line = _user_place(places[-1])
+        verb = "wrote" if finding.other_is_write else "read"
+        what = "asked for the copy" if "Async" in kind.__name__ else f"{verb} it"
+        lines.append(f"  {_thread(finding.other)} {what} at {_short(other_file)}:{other_line}")
+        if (other_file, other_line) != (file, line):
+            lines += _source(other_file, other_line)
+    raise kind(
+        "\n".join(lines),
+        kernel=kernel,
+        file=file,
+        line=line,
+        block=_index(finding.here.block),
+        thread=_index(finding.here.thread),
+        argument=name,
+        element=element,
+    )
+
+
+def _what(finding: Finding, kernel: str, argument: ArrayArgument | None, name: str | None) -> str:
+    """The sentence after the title."""
+    message: str = finding.message.decode(errors="replace")
+    verb = "writes" if finding.is_write else "reads"
+    if argument is not None:
+        itemsize = argument.dtype.itemsize
+        which = _elements(finding, itemsize)
+        shape = "x".join(map(str, argument.shape)) or "scalar"
+        text = f"{kernel} {verb} {which} of '{argument.name}'"
+        if finding.kind == 1:
+            valid = f"0 to {argument.size - 1}" if argument.size else "none"
+            return f"{text}, whose elements are {valid} ({argument.dtype} {shape})"
+        if finding.kind == 2:
+            return f"{text}, which is const or a read-only array ({argument.dtype} {shape})"
+        return f"{text} ({argument.dtype} {shape}), which no barrier orders"
+    if finding.kind == 1 and finding.access_bytes and not name:
+        return f"{kernel} {verb} {message}"
+    if not name:
+        return message
+    text = f"{kernel} {verb} {_elements(finding, finding.element_bytes)} of shared '{name}'"
+    if finding.kind == 1:
+        return f"{text}, which has {message}"
+    if finding.kind == 3:
+        return f"{text}, which no barrier orders"
+    if finding.kind == 4:
+        return f"{text}, which no thread of the block has written"
+    return f"{text}, the destination of a cp.async that its thread has not waited for"
+
+
+def _elements(finding: Finding, itemsize: int) -> str:
+    """The elements that an access touches."""
+    what = "byte" if itemsize == 1 else "element"
+    first, rest = divmod(finding.byte_offset, itemsize)
+    last = first + (rest + finding.access_bytes - 1) // itemsize
+    return f"{what} {first}" if last <= first else f"{what}s {first} to {last}"
+
+
+def _thread(place: ThreadPlace) -> str:
+    thread = ",".join(map(str, place.thread))
+    return f"block ({','.join(map(str, place.block))}), thread ({thread})"
+
+
+def _index(values: Any) -> errors.Index3:
+    return (int(values[0]), int(values[1]), int(values[2]))
+
+
+def _short(file: str | None) -> str:
+    return "?" if file is None else Path(file).name
+
+
+def _source(file: str | None, line: int | None) -> list[str]:
+    if file is None or not line:
+        return []
+    text = linecache.getline(file, line).rstrip()
+    return [f"    {line:4} | {text}"] if text else []
+
+
+def _place(
+    finding: Finding, places: Sequence[list[tuple[str, int]]]
+) -> tuple[str | None, int | None]:
+    """The innermost line that is not the emulator's own."""
+    file = finding.file.decode(errors="replace")
+    if finding.line and file and not _is_own(file):
+        return file, finding.line
+    for frames in places:
+        found = _user_place(frames)
+        if found[0] is not None:
+            return found
+    return (file, finding.line) if file else (None, None)
+
+
+def _user_place(frames: Sequence[tuple[str, int]]) -> tuple[str | None, int | None]:
+    for file, line in frames:
+        if not _is_own(file):
+            return file, line
+    return None, None
+
+
+def _is_own(file: str) -> bool:
+    own = str(INCLUDE_DIR.parent)
+    return file.startswith((own, "?", "<", "/usr/include", "/usr/lib")) or not file
+
+
+def _symbolize(library: Path, addresses: Sequence[int]) -> list[list[tuple[str, int]]]:
+    """For each address the lines it stands for, innermost first when calls were inlined."""
+    tool = shutil.which("addr2line")
+    if tool is None:
+        return [[] for _ in addresses]
+    wanted = [f"0x{address:x}" for address in addresses]
+    output = subprocess.run(
+        [tool, "-a", "-i", "-e", str(library), *wanted],
+        capture_output=True, text=True, check=False,
+    ).stdout  # fmt: skip
+    places: list[list[tuple[str, int]]] = []
+    for text in output.splitlines():
+        if text.startswith("0x") and ":" not in text:
+            places.append([])
+            continue
+        file, _, number = text.partition(" (discriminator")[0].rpartition(":")
+        if places and number.isdigit():
+            places[-1].append((file, int(number)))
+    places += [[] for _ in range(len(addresses) - len(places))]
+    return places

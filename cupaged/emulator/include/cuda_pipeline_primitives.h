@@ -1,0 +1,4 @@
+// The primitives are all of it that the emulator has.
+#pragma once
+
+#include "cuda_pipeline.h"

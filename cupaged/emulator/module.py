@@ -1,0 +1,229 @@
+"""`EmulatedModule`: a `.cu` file that runs on this machine's processor, with CuPy's calling form.
+
+Owns loading and launching. One launch runs at a time in a process: a module's state is its
+library's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from cupaged.emulator.arguments import PackedArguments, Parameter
+from cupaged.emulator.build import BuildOptions, build
+from cupaged.emulator.errors import EmulatorError, LaunchError
+from cupaged.emulator.findings import raise_finding
+from cupaged.emulator.isolation import SharedCopies
+from cupaged.emulator.launch_abi import Finding, KernelInfo, LaunchSpec
+
+Mode = Literal["checked", "plain"]
+
+MAX_THREADS_PER_BLOCK = 1024
+MAX_SHARED_BYTES = 227 * 1024  # of a block on sm_90
+DEFAULT_DYNAMIC_SHARED_BYTES = 48 * 1024
+_GRID_LIMITS = (2**31 - 1, 65535, 65535)
+_BLOCK_LIMITS = (1024, 1024, 64)
+
+_launching = threading.Lock()
+
+
+class EmulatedModule:
+    """A kernel file, compiled for the host.
+
+    Args:
+        path: the `.cu` file.
+        defines: macros; a value of True or None defines the name alone.
+        include_dirs: where quoted and other includes are looked up after the file's own folder.
+        name_expressions: kernel templates to instantiate, as for `cupy.RawModule`.
+        mode: "checked" stops at the first fault; "plain" is faster and checks barriers only.
+        opt_level: 0 to 3, of the compiler.
+        seed: run threads and blocks in an order drawn from it; None: in ascending order.
+        global_races: look for races between blocks on global memory too (checked mode).
+        max_steps: basic blocks that one block of threads may run before its loop counts as endless
+            (checked mode).
+        isolated: in plain mode, run each launch in a child process, which a wild kernel cannot
+            leave. Arrays are copied there and back.
+        portable_switch: switch threads by ucontext, as on processors other than x86-64.
+
+    Raises:
+        CompileError: the file cannot be read or does not compile.
+        ToolchainError: no usable C++ compiler.
+        NotSupportedError: the file uses a part of CUDA that is not emulated.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        defines: Mapping[str, object] | None = None,
+        *,
+        include_dirs: Sequence[str | os.PathLike[str]] = (),
+        name_expressions: Sequence[str] = (),
+        mode: Mode = "checked",
+        opt_level: int = 1,
+        seed: int | None = None,
+        global_races: bool = False,
+        max_steps: int = 1_000_000_000,
+        isolated: bool = True,
+        portable_switch: bool = False,
+    ) -> None:
+        if mode not in ("checked", "plain"):
+            raise EmulatorError(f"mode must be 'checked' or 'plain', got {mode!r}")
+        if opt_level not in (0, 1, 2, 3):
+            raise EmulatorError(f"opt_level must be 0, 1, 2 or 3, got {opt_level!r}")
+        if max_steps < 1:
+            raise EmulatorError(f"max_steps must be at least 1, got {max_steps!r}")
+        self.path = Path(path).absolute()
+        self.mode = mode
+        self.seed = seed
+        self.global_races = global_races
+        self.max_steps = max_steps
+        self.isolated = isolated and mode == "plain"
+        options = BuildOptions(
+            dict(defines or {}),
+            tuple(Path(folder).absolute() for folder in include_dirs),
+            tuple(name_expressions),
+            mode == "checked",
+            opt_level,
+            portable_switch,
+        )
+        self.library = build(self.path, options)
+        self._loaded = ctypes.CDLL(str(self.library))
+        self._loaded.emulator_first_kernel.restype = ctypes.POINTER(KernelInfo)
+        self._functions: dict[str, EmulatedFunction] = {}
+        info = self._loaded.emulator_first_kernel()
+        while info:
+            function = EmulatedFunction(self, info)
+            self._functions[function.name] = function
+            info = info.contents.next
+
+    @property
+    def kernels(self) -> tuple[EmulatedFunction, ...]:
+        """Every kernel of the file, by name."""
+        return tuple(self._functions[name] for name in sorted(self._functions))
+
+    def get_function(self, name: str) -> EmulatedFunction:
+        """A kernel by its name, or by its name expression.
+
+        Raises:
+            LaunchError: there is no such kernel, or a GPU would not find it by this name.
+        """
+        function = self._functions.get(name)
+        if function is None:
+            known = ", ".join(sorted(self._functions)) or "none"
+            raise LaunchError(f"{self.path.name} has no kernel {name!r}; it has: {known}")
+        if not function.c_linkage:
+            raise LaunchError(
+                f"kernel {name!r} of {self.path.name} has a mangled name on a GPU: declare it "
+                'extern "C", or list it in name_expressions'
+            )
+        return function
+
+    def _launch(self, spec: LaunchSpec, finding: Finding) -> None:
+        checked = int(self.mode == "checked")
+        with _launching:
+            error = self._loaded.emulator_launch(ctypes.byref(spec), ctypes.byref(finding), checked)
+        if error:
+            raise EmulatorError(f"a child process cannot be started: {os.strerror(error)}")
+
+
+class EmulatedFunction:
+    """One kernel, called as `cupy.RawKernel` is: `kernel(grid, block, args, shared_mem=0)`.
+
+    max_dynamic_shared_size_bytes: as of `cupy.RawKernel`; above 48 KiB it must be set first.
+    """
+
+    def __init__(self, module: EmulatedModule, info: Any) -> None:
+        self._module = module
+        self._info = info
+        kernel = info.contents
+        self.name: str = kernel.name.decode()
+        self.c_linkage: bool = kernel.c_linkage
+        self.max_threads_per_block: int = kernel.max_threads or MAX_THREADS_PER_BLOCK
+        self.max_dynamic_shared_size_bytes = DEFAULT_DYNAMIC_SHARED_BYTES
+        names = kernel.parameter_names.decode().split(",")
+        self.parameters = tuple(
+            Parameter.of(names[i], kernel.parameters[i]) for i in range(kernel.num_parameters)
+        )
+
+    def __call__(
+        self,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: Sequence[Any],
+        *,
+        shared_mem: int = 0,
+    ) -> None:
+        """Run every thread of the grid.
+
+        Args:
+            grid, block: one to three sizes each, x first.
+            args: NumPy arrays for pointers, NumPy scalars for values.
+            shared_mem: bytes of dynamic shared memory.
+
+        Raises:
+            LaunchError: the launch or an argument is not what the kernel takes.
+            KernelError: the kernel did something wrong; the subclass says what.
+        """
+        grid_sizes = _sizes(self.name, "grid", grid, _GRID_LIMITS)
+        block_sizes = _sizes(self.name, "block", block, _BLOCK_LIMITS)
+        num_threads = block_sizes[0] * block_sizes[1] * block_sizes[2]
+        if num_threads > self.max_threads_per_block:
+            bound = "__launch_bounds__" if self.max_threads_per_block < 1024 else "the hardware"
+            raise LaunchError(
+                f"{self.name}: a block of {num_threads} threads is larger than "
+                f"{self.max_threads_per_block}, which {bound} allows"
+            )
+        self._check_shared(shared_mem)
+        module = self._module
+        copies = SharedCopies(self.parameters, args) if module.isolated else None
+        packed = PackedArguments(
+            self.name, self.parameters, args, None if copies is None else copies.addresses
+        )
+        spec = LaunchSpec(
+            self._info, packed.pointers, packed.ranges, packed.num_ranges, grid_sizes, block_sizes,
+            shared_mem, MAX_SHARED_BYTES, int(module.seed is not None), int(module.global_races),
+            int(module.isolated), (module.seed or 0) & 0xFFFFFFFFFFFFFFFF, module.max_steps,
+        )  # fmt: skip
+        finding = Finding()
+        module._launch(spec, finding)
+        if copies is not None:
+            copies.give_back()
+        if finding.kind:
+            raise_finding(finding, self.name, module.library, packed.arrays)
+
+    def _check_shared(self, shared_mem: int) -> None:
+        if not isinstance(shared_mem, (int, np.integer)) or shared_mem < 0:
+            raise LaunchError(
+                f"{self.name}: shared_mem must be a number of bytes, got {shared_mem!r}"
+            )
+        if self.max_dynamic_shared_size_bytes > MAX_SHARED_BYTES:
+            raise LaunchError(
+                f"{self.name}: max_dynamic_shared_size_bytes must be at most {MAX_SHARED_BYTES}, "
+                f"got {self.max_dynamic_shared_size_bytes}"
+            )
+        if shared_mem > self.max_dynamic_shared_size_bytes:
+            raise LaunchError(
+                f"{self.name}: {shared_mem} bytes of dynamic shared memory are more than "
+                f"max_dynamic_shared_size_bytes, which is {self.max_dynamic_shared_size_bytes} "
+                f"and can be raised to {MAX_SHARED_BYTES}"
+            )
+
+
+def _sizes(
+    kernel: str, what: str, sizes: Sequence[int], limits: tuple[int, int, int]
+) -> tuple[int, int, int]:
+    if not isinstance(sizes, (tuple, list)) or not 1 <= len(sizes) <= 3:
+        raise LaunchError(f"{kernel}: {what} must be a tuple of one to three sizes, got {sizes!r}")
+    given = [*sizes, 1, 1][:3]
+    for axis, size, limit in zip("xyz", given, limits, strict=True):
+        if not isinstance(size, (int, np.integer)) or not 1 <= size <= limit:
+            raise LaunchError(
+                f"{kernel}: {what}.{axis} must be a whole number from 1 to {limit}, got {size!r}"
+            )
+    return int(given[0]), int(given[1]), int(given[2])

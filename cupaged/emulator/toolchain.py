@@ -1,0 +1,155 @@
+"""The C++ compiler of the host: which one, with which flags, and how it is run.
+
+Nothing of CUDA is needed. The flags keep arithmetic as written (no contraction, no fast-math), so
+that a kernel rounds here as it does on a GPU when it says `__fmaf_rn` and the like.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cupaged.emulator.errors import CompileError, ToolchainError
+from cupaged.errors import NotSupportedError
+
+INCLUDE_DIR = Path(__file__).parent / "include"
+NATIVE_DIR = Path(__file__).parent / "native"
+
+_OLDEST = {"g++": (10, 1), "clang++": (14, 0)}
+_UNSUPPORTED = "the emulator has no "
+_ERROR_LINE = re.compile(
+    r"^(?P<file>[^\s:][^:\n]*):(?P<line>\d+):(?:\d+:)? (?:fatal )?error: ", re.M
+)
+
+_LANGUAGE = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-U_FORTIFY_SOURCE")
+_KERNEL = (
+    "-fno-strict-aliasing", "-fwrapv", "-fno-finite-loops", "-g", "-w", "-fno-omit-frame-pointer",
+)  # fmt: skip
+_CHECKS = (
+    "-fsanitize=thread,alignment,bounds,shift-exponent,integer-divide-by-zero",
+    "-fsanitize-recover=all",
+    "-fsanitize-coverage=trace-pc",
+    "-fstack-clash-protection",
+    "-fno-tree-vectorize",
+    "-DEMULATOR_CHECKED=1",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """path: the executable. kind: "g++" or "clang++"."""
+
+    path: str
+    kind: str
+
+    @property
+    def identity(self) -> str:
+        """Changes when another compiler lies at the path."""
+        status = os.stat(self.path)
+        return f"{os.path.realpath(self.path)} {status.st_size} {status.st_mtime_ns}"
+
+
+def find_compiler() -> Compiler:
+    """$CXX, else g++, else clang++.
+
+    Raises:
+        ToolchainError: there is none.
+    """
+    given = os.environ.get("CXX")
+    for name in [given] if given else ["g++", "clang++"]:
+        path = shutil.which(name)
+        if path is not None:
+            return Compiler(path, "clang++" if "clang" in os.path.basename(name) else "g++")
+    looked = f"$CXX is {given!r}, which cannot be run" if given else "no g++ and no clang++ on PATH"
+    raise ToolchainError(
+        f"the emulator compiles kernels with a C++ compiler, and there is none: {looked}. "
+        "Install g++ 10 or newer (Debian: apt install g++), or set CXX."
+    )
+
+
+@functools.cache
+def check_version(compiler: Compiler) -> str:
+    """The version as text.
+
+    Raises:
+        ToolchainError: too old for C++20, or it does not run.
+    """
+    try:
+        text = subprocess.run(
+            [compiler.path, "-dumpfullversion", "-dumpversion"],
+            capture_output=True, text=True, check=True, timeout=60,
+        ).stdout.strip()  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ToolchainError(f"{compiler.path} does not run: {error}") from error
+    text = text.splitlines()[0] if text else ""
+    numbers = re.match(r"(\d+)(?:\.(\d+))?", text)
+    if numbers is None:
+        raise ToolchainError(f"{compiler.path} gives no version: {text!r}")
+    version = (int(numbers[1]), int(numbers[2] or 99))
+    oldest = _OLDEST[compiler.kind]
+    if version < oldest:
+        raise ToolchainError(
+            f"{compiler.path} is version {text}; the emulator needs {compiler.kind} "
+            f"{oldest[0]}.{oldest[1]} or newer. Set CXX to another compiler."
+        )
+    return text
+
+
+@functools.cache
+def machine_flags() -> tuple[str, ...]:
+    """Instructions that make `fmaf` and half conversions fast, where the processor has them."""
+    if platform.machine() != "x86_64":
+        return ()
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+            has = next((set(line.split()) for line in file if line.startswith("flags")), set())
+    except OSError:
+        return ()
+    return tuple(f"-m{name}" for name in ("avx2", "fma", "f16c") if name in has)
+
+
+def kernel_flags(compiler: Compiler, *, checked: bool, opt_level: int) -> tuple[str, ...]:
+    """Everything that decides what a kernel file becomes, but its defines."""
+    checks = _CHECKS if checked else ()
+    if checked and compiler.kind == "g++":
+        checks = (*checks, "--param=tsan-instrument-func-entry-exit=0")
+    return (*_LANGUAGE, *_KERNEL, f"-O{opt_level}", *machine_flags(), *checks)
+
+
+def native_flags(*, portable_switch: bool) -> tuple[str, ...]:
+    """Those of the runtime, which is never instrumented."""
+    portable = ("-DEMULATOR_PORTABLE_SWITCH=1",) if portable_switch else ()
+    return (*_LANGUAGE, "-O2", "-g", *portable)
+
+
+def run_compiler(compiler: Compiler, arguments: Sequence[str], what: str) -> str:
+    """Its output.
+
+    Raises:
+        CompileError: with the compiler's own message.
+        NotSupportedError: the file asks for a part of CUDA that is not emulated.
+    """
+    check_version(compiler)
+    result = subprocess.run(
+        [compiler.path, *arguments],
+        capture_output=True, text=True, errors="replace", check=False,
+        env={**os.environ, "LC_ALL": "C"},
+    )  # fmt: skip
+    if result.returncode == 0:
+        return result.stdout
+    message = result.stderr.strip() or f"{compiler.path} ended with {result.returncode}"
+    for line in message.splitlines():
+        if "#error" in line and _UNSUPPORTED in line:
+            raise NotSupportedError(f"{what}: {line[line.index(_UNSUPPORTED) :]}")
+    first = _ERROR_LINE.search(message)
+    if first is None:
+        raise CompileError(f"{what} does not compile:\n{message}")
+    shown = message[first.start() :]
+    raise CompileError(f"{what} does not compile:\n{shown}", first["file"], int(first["line"]))

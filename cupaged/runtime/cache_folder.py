@@ -1,0 +1,174 @@
+"""The folder of compiled kernels, and the digest by which a compiled kernel is found again.
+
+Owns where the cache lies: $CUPAGED_CACHE_DIR, else $XDG_CACHE_HOME/cupaged, else ~/.cache/cupaged.
+What lies there is loaded as code, so the folder must be this user's own and closed to the writing
+of others; where it is not, or cannot be made or written, a private folder takes its place until
+the process ends, with one warning. A cache never makes a run fail.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import logging
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["cache_folder", "digest_sources", "source_files", "store", "write_atomically"]
+
+_logger = logging.getLogger(__name__)
+
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
+
+
+def cache_folder(name: str) -> Path:
+    """A writable private folder for one kind of compiled code.
+
+    Args:
+        name: the subfolder, one plain name, e.g. "nvrtc".
+
+    Returns:
+        An existing folder, the same for every call of a process while the environment stays.
+
+    Raises:
+        OSError: no folder for temporary files can be written either.
+    """
+    base = _base()
+    reason = _make_usable(base) or _make_usable(base / name)
+    if reason is None:
+        return base / name
+    folder = _private_folder(str(base), reason) / name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def store(name: str, file_name: str, content: bytes) -> Path:
+    """Write a file into the folder `name` of the cache, or elsewhere if its disk refuses it.
+
+    Returns:
+        Where the file lies.
+
+    Raises:
+        OSError: no folder for temporary files can be written either.
+    """
+    folder = cache_folder(name)
+    try:
+        write_atomically(folder / file_name, content)
+    except OSError as error:
+        reason = f"{folder} cannot be written: {error.strerror}"
+        folder = _private_folder(str(_base()), reason) / name
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(folder / file_name, content)
+    return folder / file_name
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a whole file or none: readers and other writers never see a part of it.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def digest_sources(path: Path, include_dirs: Iterable[Path]) -> str:
+    """SHA-256 (hex) over a source and every header that it includes; see `source_files`.
+
+    Raises:
+        OSError: the source or a header cannot be read.
+    """
+    digest = hashlib.sha256()
+    for spelled, file in source_files(path, include_dirs):
+        content = b"" if file is None else file.read_bytes()
+        head = f"{spelled}\0{file is None}\0{len(content)}\0"
+        digest.update(head.encode("utf-8", "surrogateescape"))
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def source_files(path: Path, include_dirs: Iterable[Path]) -> list[tuple[str, Path | None]]:
+    """A source and its headers, transitively, each once, in the order of their first mention.
+
+    A quoted include is looked up beside the file that names it, then in `include_dirs`; one in
+    angle brackets in `include_dirs` alone. Conditions are not evaluated, so headers that only some
+    defines include are there too. An include through a macro is not seen.
+
+    Returns:
+        (name as the include spells it, file); the file is None where it was found nowhere: it is
+        the compiler's own header, or the compiler will say that it is missing.
+
+    Raises:
+        OSError: the source or a header cannot be read.
+    """
+    folders = [Path(folder) for folder in include_dirs]
+    found: list[tuple[str, Path | None]] = [(path.name, path)]
+    seen: set[tuple[str, Path | None]] = {("", path.resolve())}
+    for _, file in found:  # grows while it is walked
+        if file is None:
+            continue
+        for match in _INCLUDE.finditer(file.read_bytes()):
+            quoted, system = match.groups()
+            spelled = (quoted or system).decode("utf-8", "surrogateescape")
+            places = [file.parent, *folders] if quoted else folders
+            header = next((p / spelled for p in places if (p / spelled).is_file()), None)
+            key = (spelled, None) if header is None else ("", header.resolve())
+            if key not in seen:
+                seen.add(key)
+                found.append((spelled, header))
+    return found
+
+
+def _base() -> Path:
+    given = os.environ.get("CUPAGED_CACHE_DIR")
+    if given:
+        return Path(given).absolute()
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(xdg):  # the specification has relative ones ignored
+        return Path(xdg) / "cupaged"
+    return Path(os.path.expanduser("~")).absolute() / ".cache" / "cupaged"
+
+
+def _make_usable(folder: Path) -> str | None:
+    """Make the folder if need be; None, or why it cannot be used."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        return f"{folder} cannot be made: {error.strerror}"
+    if hasattr(os, "getuid") and status.st_uid != os.getuid():
+        return f"{folder} belongs to user {status.st_uid}, not to user {os.getuid()}"
+    if os.name == "posix" and stat.S_IMODE(status.st_mode) & stat.S_IWOTH:
+        return f"{folder} can be written by everybody"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"{folder} is read-only"
+    return None
+
+
+@functools.cache
+def _private_folder(base: str, reason: str) -> Path:
+    """A folder of this process in place of `base`, removed at its end. One warning a reason."""
+    folder = Path(tempfile.mkdtemp(prefix="cupaged-"))
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # a forked child goes on using its parent's
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    _logger.warning(
+        "compiled kernels are not kept: %s; set CUPAGED_CACHE_DIR to a folder of your own", reason
+    )
+    return folder
