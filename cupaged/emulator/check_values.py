@@ -7,6 +7,7 @@ alone. Nothing here knows a file or runs a kernel.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from cupaged.emulator.errors import EmulatorError
 from cupaged.runtime.device_arrays import host_view, map_array
 
-__all__ = ["TOLERANCES", "CheckValues", "ExpectationError", "compare"]
+__all__ = ["TOLERANCES", "CheckValues", "ExpectationError", "block_dtype", "compare"]
 
 # Of a value of size 1 or less; larger values may be off by as much more.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
@@ -45,7 +46,7 @@ class CheckValues:
         self.types: dict[str, Any] = {"f32": np.float32, "f16": np.float16}
         if with_bf16 or dtype == "bf16":
             self.types["bf16"] = _bfloat16()
-        self._dtype = np.dtype(self.types.get(dtype, np.float32))
+        self._dtype: np.dtype[Any] = np.dtype(self.types.get(dtype, np.float32))
         self.num_comparisons = 0
 
     def names(self) -> dict[str, Any]:
@@ -74,11 +75,11 @@ class CheckValues:
 
     def empty(self, *shape: int, dtype: DTypeLike | None = None) -> NDArray[Any]:
         """An array that nobody has written: NaN, or -1 in integers."""
-        return host_view(map_array(shape, self._chosen(dtype), poison=True))
+        return _memory(shape, self._chosen(dtype), poison=True)
 
     def zeros(self, *shape: int, dtype: DTypeLike | None = None) -> NDArray[Any]:
         """Zeros."""
-        return host_view(map_array(shape, self._chosen(dtype), poison=False))
+        return _memory(shape, self._chosen(dtype), poison=False)
 
     def array(self, values: ArrayLike, dtype: DTypeLike | None = None) -> NDArray[Any]:
         """These values; Python's numbers as the block's type of floats, as int32 or as bool."""
@@ -87,9 +88,7 @@ class CheckValues:
             dtype = {"f": self._dtype, "i": np.dtype(np.int32)}.get(given.dtype.kind)
         return self._on_device(given, given.dtype if dtype is None else self._chosen(dtype))
 
-    def expect(
-        self, actual: ArrayLike, desired: ArrayLike, tolerance: float | None = None
-    ) -> None:
+    def expect(self, actual: ArrayLike, desired: ArrayLike, tolerance: float | None = None) -> None:
         """Compare what a kernel wrote with what it should be.
 
         Args:
@@ -109,12 +108,11 @@ class CheckValues:
     def _chosen(self, dtype: DTypeLike | None) -> np.dtype[Any]:
         if dtype is None:
             return self._dtype
-        if isinstance(dtype, str) and dtype in self.types:
-            return np.dtype(self.types[dtype])
-        return np.dtype(dtype)
+        found: np.dtype[Any] = np.dtype(self.types.get(str(dtype), dtype))
+        return found
 
     def _on_device(self, values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-        array = host_view(map_array(np.shape(values), dtype, poison=False))
+        array = _memory(np.shape(values), dtype, poison=False)
         array[...] = values
         return array
 
@@ -122,7 +120,7 @@ class CheckValues:
 def compare(
     actual: NDArray[Any], desired: NDArray[Any], tolerance: float | None = None
 ) -> str | None:
-    """None if `actual` is near enough, or the end of a sentence on the first element that is not."""
+    """None if `actual` is near enough, else a predicate about its first element that is not."""
     try:
         desired = np.broadcast_to(desired, actual.shape)
     except ValueError:
@@ -134,8 +132,8 @@ def compare(
         error = allowed = np.zeros(actual.shape)
     else:
         got, right = actual.astype(np.float64), desired.astype(np.float64)
-        allowed = tolerance * np.maximum(1.0, np.abs(right))
         with np.errstate(invalid="ignore"):
+            allowed = tolerance * np.maximum(1.0, np.abs(right))
             error = np.abs(got - right)
             same = (got == right) | (np.isnan(got) & np.isnan(right))
             differs = ~(same | (np.isfinite(right) & (error <= allowed)))
@@ -143,7 +141,7 @@ def compare(
         return None
     where = tuple(int(i) for i in np.argwhere(differs)[0])
     index = f"[{', '.join(map(str, where))}]" if where else ""
-    text = f"{index} is {actual[where]}, expected {desired[where]}"
+    text = f"{index} is {_value(actual[where])}, expected {_value(desired[where])}"
     if np.isfinite(error[where]) and allowed[where]:
         ratio = error[where] / allowed[where]
         text += f": the error is {ratio:.3g} times the allowed {allowed[where]:.3g}"
@@ -157,6 +155,15 @@ def block_dtype(defines: Mapping[str, object]) -> str:
     """The type of floats that the define DTYPE names, "f32" where it names none."""
     given = str(defines.get("DTYPE", "f32"))
     return given if re.fullmatch("f32|f16|bf16", given) else "f32"
+
+
+def _memory(shape: tuple[int, ...], dtype: np.dtype[Any], *, poison: bool) -> NDArray[Any]:
+    sizes = tuple(map(operator.index, shape))  # NumPy's integers, too
+    return host_view(map_array(sizes, dtype, poison=poison))
+
+
+def _value(value: Any) -> str:
+    return f"{float(value):.9g}" if value.dtype.kind not in "biu" else str(value)
 
 
 def _shape(array: NDArray[Any]) -> str:

@@ -15,31 +15,27 @@ from pathlib import Path
 from typing import Any
 
 from cupaged.emulator import errors
-from cupaged.emulator.launch_abi import Finding, ThreadPlace
+from cupaged.emulator.launch_abi import Finding, Kind, ThreadPlace
 from cupaged.emulator.toolchain import INCLUDE_DIR
 from cupaged.errors import NotSupportedError
 
-# In the order of include/emulator/kinds.h.
-KINDS: tuple[tuple[type[errors.KernelError], str], ...] = (
-    (errors.KernelError, "no fault"),
-    (errors.OutOfBoundsError, "out of bounds"),
-    (errors.ReadOnlyError, "write to a read-only array"),
-    (errors.DataRaceError, "data race"),
-    (errors.UninitializedReadError, "uninitialised shared memory"),
-    (errors.MisalignedError, "misaligned access"),
-    (errors.DivergentBarrierError, "divergent barrier"),
-    (errors.WarpMaskError, "wrong warp operation"),
-    (errors.DeadlockError, "deadlock"),
-    (errors.EndlessLoopError, "endless loop"),
-    (errors.StackOverflowError, "stack overflow"),
-    (errors.AsyncCopyError, "asynchronous copy"),
-    (errors.UndefinedBehaviourError, "undefined behaviour"),
-    (errors.DeviceAssertError, "assertion failed"),
-    (errors.KernelCrashError, "crash"),
-    (errors.KernelError, "not supported"),
-    (errors.SharedMemoryError, "too much shared memory"),
-)
-_UNSUPPORTED = 15
+KINDS: dict[Kind, tuple[type[errors.KernelError], str]] = {
+    Kind.OUT_OF_BOUNDS: (errors.OutOfBoundsError, "out of bounds"),
+    Kind.READ_ONLY: (errors.ReadOnlyError, "write to a read-only array"),
+    Kind.RACE: (errors.DataRaceError, "data race"),
+    Kind.UNINITIALIZED: (errors.UninitializedReadError, "uninitialised shared memory"),
+    Kind.MISALIGNED: (errors.MisalignedError, "misaligned access"),
+    Kind.DIVERGENT_BARRIER: (errors.DivergentBarrierError, "divergent barrier"),
+    Kind.WARP_MASK: (errors.WarpMaskError, "wrong warp operation"),
+    Kind.DEADLOCK: (errors.DeadlockError, "deadlock"),
+    Kind.ENDLESS_LOOP: (errors.EndlessLoopError, "endless loop"),
+    Kind.STACK_OVERFLOW: (errors.StackOverflowError, "stack overflow"),
+    Kind.ASYNC_COPY: (errors.AsyncCopyError, "asynchronous copy"),
+    Kind.UNDEFINED: (errors.UndefinedBehaviourError, "undefined behaviour"),
+    Kind.DEVICE_ASSERT: (errors.DeviceAssertError, "assertion failed"),
+    Kind.CRASH: (errors.KernelCrashError, "crash"),
+    Kind.SHARED_MEMORY: (errors.SharedMemoryError, "too much shared memory"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +65,9 @@ def raise_finding(
         library: the compiled module.
         arguments: the arrays, by index of the parameter.
     """
-    if finding.kind == _UNSUPPORTED:
+    if finding.kind == Kind.UNSUPPORTED:
         raise NotSupportedError(f"{kernel}: {finding.message.decode(errors='replace')}")
-    kind, title = KINDS[finding.kind]
+    kind, title = KINDS[Kind(finding.kind)]
     places = _symbolize(library, [*finding.pcs[: finding.num_pcs], finding.other_pc])
     file, line = _place(finding, places[:-1])
     argument = arguments.get(finding.argument)
@@ -86,6 +82,8 @@ def raise_finding(
     lines += _source(file, line)
     if finding.has_other:
         other_file, other_line = _user_place(places[-1])
+        if finding.other_line:
+            other_file, other_line = finding.other_file.decode(), finding.other_line
         verb = "wrote" if finding.other_is_write else "read"
         what = "asked for the copy" if "Async" in kind.__name__ else f"{verb} it"
         lines.append(f"  {_thread(finding.other)} {what} at {_short(other_file)}:{other_line}")
@@ -106,37 +104,35 @@ def raise_finding(
 def _what(finding: Finding, kernel: str, argument: ArrayArgument | None, name: str | None) -> str:
     """The sentence after the title."""
     message: str = finding.message.decode(errors="replace")
-    verb = "writes" if finding.is_write else "reads"
-    if argument is not None:
-        itemsize = argument.dtype.itemsize
-        which = _elements(finding, itemsize)
-        shape = "x".join(map(str, argument.shape)) or "scalar"
-        text = f"{kernel} {verb} {which} of '{argument.name}'"
-        if finding.kind == 1:
-            valid = f"0 to {argument.size - 1}" if argument.size else "none"
-            return f"{text}, whose elements are {valid} ({argument.dtype} {shape})"
-        if finding.kind == 2:
-            return f"{text}, which is const or a read-only array ({argument.dtype} {shape})"
-        return f"{text} ({argument.dtype} {shape}), which no barrier orders"
-    if finding.kind == 1 and finding.access_bytes and not name:
-        return f"{kernel} {verb} {message}"
-    if not name:
+    if name is None:
+        if finding.kind == Kind.OUT_OF_BOUNDS and finding.access_bytes:
+            return f"{kernel} {'writes' if finding.is_write else 'reads'} {message}"
         return message
-    text = f"{kernel} {verb} {_elements(finding, finding.element_bytes)} of shared '{name}'"
-    if finding.kind == 1:
-        return f"{text}, which has {message}"
-    if finding.kind == 3:
-        return f"{text}, which no barrier orders"
-    if finding.kind == 4:
-        return f"{text}, which no thread of the block has written"
-    return f"{text}, the destination of a cp.async that its thread has not waited for"
+    itemsize = argument.dtype.itemsize if argument else finding.element_bytes
+    what = f"{_elements(finding, itemsize)} of {'' if argument else 'shared '}'{name}'"
+    if finding.kind == Kind.MISALIGNED:
+        return f"{message}: {what}"
+    text = f"{kernel} {'writes' if finding.is_write else 'reads'} {what}"
+    if argument is not None:
+        kind = f"{argument.dtype} {'x'.join(map(str, argument.shape)) or 'scalar'}"
+        text = f"{text} ({kind})"
+        message = f"elements 0 to {argument.size - 1}" if argument.size else "no elements"
+    elif finding.kind == Kind.OUT_OF_BOUNDS:
+        message = f"{message} {'bytes' if itemsize == 1 else 'elements'}"
+    return {
+        Kind.OUT_OF_BOUNDS: f"{text}, which has {message}",
+        Kind.READ_ONLY: f"{text}, which is const or a read-only array",
+        Kind.RACE: f"{text}, and nothing orders the two accesses",
+        Kind.UNINITIALIZED: f"{text}, which no thread of the block has written",
+        Kind.ASYNC_COPY: f"{text}, to which a cp.async copies that its thread has not waited for",
+    }[Kind(finding.kind)]
 
 
 def _elements(finding: Finding, itemsize: int) -> str:
     """The elements that an access touches."""
     what = "byte" if itemsize == 1 else "element"
     first, rest = divmod(finding.byte_offset, itemsize)
-    last = first + (rest + finding.access_bytes - 1) // itemsize
+    last = first + (rest + max(finding.access_bytes, 1) - 1) // itemsize
     return f"{what} {first}" if last <= first else f"{what}s {first} to {last}"
 
 

@@ -8,6 +8,28 @@ from enum import IntEnum
 U3 = ctypes.c_uint * 3
 
 
+class Kind(IntEnum):
+    """What was found, as in kinds.h."""
+
+    NONE = 0
+    OUT_OF_BOUNDS = 1
+    READ_ONLY = 2
+    RACE = 3
+    UNINITIALIZED = 4
+    MISALIGNED = 5
+    DIVERGENT_BARRIER = 6
+    WARP_MASK = 7
+    DEADLOCK = 8
+    ENDLESS_LOOP = 9
+    STACK_OVERFLOW = 10
+    ASYNC_COPY = 11
+    UNDEFINED = 12
+    DEVICE_ASSERT = 13
+    CRASH = 14
+    UNSUPPORTED = 15
+    SHARED_MEMORY = 16
+
+
 class Scalar(IntEnum):
     """What a parameter is made of."""
 
@@ -105,6 +127,8 @@ class Finding(ctypes.Structure):
         ("here", ThreadPlace),
         ("other", ThreadPlace),
         ("other_pc", ctypes.c_uint64),
+        ("other_line", ctypes.c_int),
+        ("other_file", ctypes.c_char * 512),
         ("pcs", ctypes.c_uint64 * 24),
         ("num_pcs", ctypes.c_int),
         ("file", ctypes.c_char * 512),

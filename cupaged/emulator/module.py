@@ -19,8 +19,8 @@ from cupaged.emulator.arguments import PackedArguments, Parameter
 from cupaged.emulator.build import BuildOptions, build
 from cupaged.emulator.errors import EmulatorError, LaunchError
 from cupaged.emulator.findings import raise_finding
-from cupaged.emulator.isolation import SharedCopies
 from cupaged.emulator.launch_abi import Finding, KernelInfo, LaunchSpec
+from cupaged.emulator.relocation import Relocation
 
 Mode = Literal["checked", "plain"]
 
@@ -49,6 +49,8 @@ class EmulatedModule:
             (checked mode).
         isolated: in plain mode, run each launch in a child process, which a wild kernel cannot
             leave. Arrays are copied there and back.
+        separated: in checked mode, run each launch on copies of its arrays that lie far apart, so
+            that a wild index cannot reach another one. Not needed for arrays that do already.
         portable_switch: switch threads by ucontext, as on processors other than x86-64.
 
     Raises:
@@ -70,6 +72,7 @@ class EmulatedModule:
         global_races: bool = False,
         max_steps: int = 1_000_000_000,
         isolated: bool = True,
+        separated: bool = True,
         portable_switch: bool = False,
     ) -> None:
         if mode not in ("checked", "plain"):
@@ -84,6 +87,7 @@ class EmulatedModule:
         self.global_races = global_races
         self.max_steps = max_steps
         self.isolated = isolated and mode == "plain"
+        self.relocated = self.isolated or (separated and mode == "checked")
         options = BuildOptions(
             dict(defines or {}),
             tuple(Path(folder).absolute() for folder in include_dirs),
@@ -181,7 +185,9 @@ class EmulatedFunction:
             )
         self._check_shared(shared_mem)
         module = self._module
-        copies = SharedCopies(self.parameters, args) if module.isolated else None
+        copies = None
+        if module.relocated:
+            copies = Relocation(self.parameters, args, shared=module.isolated)
         packed = PackedArguments(
             self.name, self.parameters, args, None if copies is None else copies.addresses
         )

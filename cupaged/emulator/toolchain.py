@@ -22,7 +22,7 @@ from cupaged.errors import NotSupportedError
 INCLUDE_DIR = Path(__file__).parent / "include"
 NATIVE_DIR = Path(__file__).parent / "native"
 
-_OLDEST = {"g++": (10, 1), "clang++": (14, 0)}
+_OLDEST = {"g++": (11, 1), "clang++": (14, 0)}
 _UNSUPPORTED = "the emulator has no "
 _ERROR_LINE = re.compile(
     r"^(?P<file>[^\s:][^:\n]*):(?P<line>\d+):(?:\d+:)? (?:fatal )?error: ", re.M
@@ -30,7 +30,8 @@ _ERROR_LINE = re.compile(
 
 _LANGUAGE = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-U_FORTIFY_SOURCE")
 _KERNEL = (
-    "-fno-strict-aliasing", "-fwrapv", "-fno-finite-loops", "-g", "-w", "-fno-omit-frame-pointer",
+    "-fno-strict-aliasing", "-fwrapv", "-fno-finite-loops", "-fno-ipa-icf",
+    "-fno-omit-frame-pointer", "-g", "-w",
 )  # fmt: skip
 _CHECKS = (
     "-fsanitize=thread,alignment,bounds,shift-exponent,integer-divide-by-zero",
@@ -70,7 +71,7 @@ def find_compiler() -> Compiler:
     looked = f"$CXX is {given!r}, which cannot be run" if given else "no g++ and no clang++ on PATH"
     raise ToolchainError(
         f"the emulator compiles kernels with a C++ compiler, and there is none: {looked}. "
-        "Install g++ 10 or newer (Debian: apt install g++), or set CXX."
+        "Install g++ 11 or newer (Debian: apt install g++), or set CXX."
     )
 
 
@@ -119,7 +120,8 @@ def kernel_flags(compiler: Compiler, *, checked: bool, opt_level: int) -> tuple[
     """Everything that decides what a kernel file becomes, but its defines."""
     checks = _CHECKS if checked else ()
     if checked and compiler.kind == "g++":
-        checks = (*checks, "--param=tsan-instrument-func-entry-exit=0")
+        parameters = ("tsan-instrument-func-entry-exit=0", "tsan-distinguish-volatile=1")
+        checks = (*checks, *(f"--param={parameter}" for parameter in parameters))
     return (*_LANGUAGE, *_KERNEL, f"-O{opt_level}", *machine_flags(), *checks)
 
 

@@ -18,22 +18,18 @@ void async_copy(void* shared, const void* source, unsigned bytes, unsigned sourc
     fail(Kind::async_copy, place, "the destination of cp.async must be shared memory");
   }
   const auto destination = reinterpret_cast<std::uintptr_t>(shared);
-  if (destination % bytes != 0 ||
-      (source_bytes > 0 && reinterpret_cast<std::uintptr_t>(source) % bytes != 0)) {
-    fail(Kind::misaligned, place, "cp.async of %u bytes needs both addresses aligned to %u bytes",
-         bytes, bytes);
-  }
-  const void* pc = __builtin_return_address(0);
+  check_alignment("the destination of cp.async", shared, bytes, place);
+  if (source_bytes > 0) check_alignment("the source of cp.async", source, bytes, place);
   const AsyncCopy copy = {static_cast<char*>(shared), static_cast<const char*>(source), bytes,
-                          source_bytes, static_cast<std::uint32_t>(module_offset(pc) - 1)};
+                          source_bytes, code_of(place)};
   if (!machine.checked) {
     current->copies.push_back(copy);
     finish_async_copies(*current, current->copies.size());
     return;
   }
-  if (source_bytes > 0) check_access(source, source_bytes, Access::read, pc);
-  check_access(shared, bytes, Access::write, pc);
-  shadow_begin_copy(destination, bytes, copy.pc);
+  if (source_bytes > 0) check_access_at(place, source, source_bytes, Access::read);
+  check_access_at(place, shared, bytes, Access::write);
+  shadow_begin_copy(destination, bytes, copy.code);
   current->copies.push_back(copy);
 }
 
@@ -56,7 +52,7 @@ void finish_async_copies(Thread& thread, std::size_t count) {
     std::memcpy(copy.destination, copy.source, copy.source_bytes);
     std::memset(copy.destination + copy.source_bytes, 0, copy.bytes - copy.source_bytes);
     if (machine.checked) {
-      shadow_end_copy(reinterpret_cast<std::uintptr_t>(copy.destination), copy.bytes, copy.pc);
+      shadow_end_copy(reinterpret_cast<std::uintptr_t>(copy.destination), copy.bytes, copy.code);
     }
   }
   thread.copies.erase(thread.copies.begin(),

@@ -25,8 +25,12 @@ void __tsan_vptr_read(void**) {}
 #define EMULATOR_ACCESS(size)                                                                \
   void __tsan_read##size(void* p) { check_access(p, size, Access::read, CALLER); }           \
   void __tsan_write##size(void* p) { check_access(p, size, Access::write, CALLER); }         \
-  void __tsan_volatile_read##size(void* p) { check_access(p, size, Access::read, CALLER); }  \
-  void __tsan_volatile_write##size(void* p) { check_access(p, size, Access::write, CALLER); } \
+  void __tsan_volatile_read##size(void* p) {                                                 \
+    check_access(p, size, Access::relaxed_read, CALLER);                                     \
+  }                                                                                          \
+  void __tsan_volatile_write##size(void* p) {                                                \
+    check_access(p, size, Access::relaxed_write, CALLER);                                    \
+  }                                                                                          \
   void __tsan_unaligned_read##size(void* p) { check_access(p, size, Access::read, CALLER); } \
   void __tsan_unaligned_write##size(void* p) { check_access(p, size, Access::write, CALLER); }
 EMULATOR_ACCESS(1)
@@ -125,14 +129,13 @@ static long long operand(const TypeDescriptor* type, std::uintptr_t handle) {
 
 void __ubsan_handle_type_mismatch_v1(TypeMismatch* data, void* pointer) {
   if (emulator::current == nullptr) return;
-  const std::size_t alignment = std::size_t{1} << data->log_alignment;
-  if (reinterpret_cast<std::uintptr_t>(pointer) % alignment == 0) return;
   static const char* const kinds[] = {"load of", "store to", "reference to", "member of",
                                       "call on", "constructor of", "cast to", "cast to"};
   const char* kind = data->check_kind < 8 ? kinds[data->check_kind] : "use of";
-  emulator::fail(Kind::misaligned, place(data->location),
-                 "%s %s needs an address that is a multiple of %zu, not %p", kind, data->type->name,
-                 alignment, pointer);
+  char what[256];
+  std::snprintf(what, sizeof what, "%s %s", kind, data->type->name);
+  emulator::check_alignment(what, pointer, std::size_t{1} << data->log_alignment,
+                            place(data->location));
 }
 
 void __ubsan_handle_out_of_bounds(OutOfBounds* data, std::uintptr_t index) {
@@ -158,21 +161,26 @@ void __ubsan_handle_divrem_overflow(ShiftOrDivision* data, std::uintptr_t, std::
 
 namespace emulator {
 
-void check_read(const void* address, std::size_t bytes) {
-  if (machine.checked) check_access(address, bytes, Access::read, CALLER);
+void check_read(const void* address, std::size_t bytes, Place place) {
+  if (machine.checked) check_access_at(place, address, bytes, Access::read);
 }
 
-void check_write(void* address, std::size_t bytes) {
-  if (machine.checked) check_access(address, bytes, Access::write, CALLER);
+void check_write(void* address, std::size_t bytes, Place place) {
+  if (machine.checked) check_access_at(place, address, bytes, Access::write);
 }
 
 void check_atomic(void* address, std::size_t bytes) {
   if (!machine.checked) return;
-  if (reinterpret_cast<std::uintptr_t>(address) % bytes != 0) {
-    fail(Kind::misaligned, {nullptr, 0}, "an atomic of %zu bytes needs an address that is a "
-         "multiple of them, not %p", bytes, address);
-  }
+  check_alignment("an atomic operation", address, bytes, {nullptr, 0});
   check_access(address, bytes, Access::atomic, CALLER);
+}
+
+void check_alignment(const char* what, const void* address, std::size_t alignment, Place place) {
+  if (reinterpret_cast<std::uintptr_t>(address) % alignment == 0) return;
+  begin_finding(Kind::misaligned, place);
+  describe(reinterpret_cast<std::uintptr_t>(address));
+  say("%s needs a multiple of %zu bytes as its address, not %p", what, alignment, address);
+  finish_finding();
 }
 
 }  // namespace emulator

@@ -124,6 +124,7 @@ void run_launch(const LaunchSpec& spec, Finding& finding) {
   machine.random = spec.seed * 2 + 0x9e3779b97f4a7c15ull;
   machine.wants_yield = machine.interrupted = false;
   machine.any_fence = false;
+  machine.place = {nullptr, 0};
   machine.stacks.give_back_all();
   prepare_memory();
   begin_launch_memory();

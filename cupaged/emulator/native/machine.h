@@ -26,7 +26,7 @@ struct AsyncCopy {
   const char* source;
   unsigned bytes;
   unsigned source_bytes;
-  std::uint32_t pc;
+  std::uint32_t code;  // of its place
 };
 
 enum class Waiting { no, for_block, for_warp };
@@ -108,6 +108,8 @@ struct Machine {
   Knowledge block_acquired;  // what every thread of the block knows
   std::unordered_map<std::uintptr_t, Knowledge> released;  // by the address of an atomic
   bool any_fence;
+  std::vector<Place> places;  // those that code_of has numbered
+  Place place;                // of the access being checked, if it is known
   std::vector<SharedVariable> shared_variables;
   std::size_t static_shared_bytes;
 
@@ -139,6 +141,7 @@ void trace();  // adds the calls that led here
 void say(const char* format, ...) __attribute__((format(printf, 1, 2)));
 std::uint64_t module_offset(const void* pc);
 ThreadPlace place_of(std::uint32_t thread_id);
+void name_other(std::uint32_t code);  // where the earlier access was, from code_of
 
 // launch.cpp
 Index3 nth_block(std::uint64_t i);

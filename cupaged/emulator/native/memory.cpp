@@ -198,39 +198,64 @@ void* shared_variable(SharedSite& site) {
 
 bool is_shared(const void* address) { return in_shared(reinterpret_cast<std::uintptr_t>(address)); }
 
-void describe_shared(std::uintptr_t address) {
+void describe(std::uintptr_t address) {
   for (const SharedVariable& variable : machine.shared_variables) {
     if (variable.begin <= address && address < variable.end) name_variable(variable, address);
   }
+  for (int i = 0; i < machine.spec->num_ranges; ++i) {
+    const ArgumentRange& range = machine.spec->ranges[i];
+    if (range.begin <= address && address < range.end) {
+      machine.finding->argument = range.index;
+      machine.finding->byte_offset = static_cast<long long>(address - range.begin);
+      return;
+    }
+  }
 }
 
-void check_access(const void* pointer, std::size_t bytes, Access access, const void* pc) {
+namespace {
+
+// The access itself; `code` is worked out only where a history keeps it.
+template <class Code>
+void check(const void* pointer, std::size_t bytes, Access access, Code code) {
   if (current == nullptr || machine.stacks.contains(pointer)) return;
   if (machine.wants_yield) {
     machine.wants_yield = false;
     yield();
   }
   const auto address = reinterpret_cast<std::uintptr_t>(pointer);
-  const bool is_write = access != Access::read;
-  if (access == Access::atomic && machine.any_fence) acquire_and_release(address);
+  const bool is_write = access != Access::read && access != Access::relaxed_read;
   if (in_shared(address)) {
+    if (access == Access::relaxed_read) access = Access::read;
+    if (access == Access::relaxed_write) access = Access::write;
+    if (access == Access::atomic && machine.any_fence) acquire_and_release(address);
     const std::vector<SharedVariable>& variables = machine.shared_variables;
     if (last_variable >= variables.size() || address < variables[last_variable].begin ||
         address + bytes > variables[last_variable].end) {
       check_shared(address, bytes, is_write);
     }
-    const auto place = static_cast<std::uint32_t>(module_offset(pc) - 1);
-    shadow_access(Space::shared, address, bytes, access, place);
+    shadow_access(Space::shared, address, bytes, access, code());
     return;
   }
   if (last_range == nullptr || address < last_range->begin || address + bytes > last_range->end ||
       (is_write && last_range->read_only)) {
     check_global(address, bytes, is_write);
   }
-  if (machine.spec->global_races) {
-    const auto place = static_cast<std::uint32_t>(module_offset(pc) - 1);
-    shadow_access(Space::global, address, bytes, access, place);
+  if (machine.any_fence && access != Access::read && access != Access::write) {
+    acquire_and_release(address);
   }
+  if (machine.spec->global_races) shadow_access(Space::global, address, bytes, access, code());
+}
+
+}  // namespace
+
+void check_access(const void* pointer, std::size_t bytes, Access access, const void* pc) {
+  check(pointer, bytes, access, [pc] { return code_of(pc); });
+}
+
+void check_access_at(Place place, const void* pointer, std::size_t bytes, Access access) {
+  machine.place = place;
+  check(pointer, bytes, access, [place] { return code_of(place); });
+  machine.place = {nullptr, 0};
 }
 
 }  // namespace emulator

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "machine.h"
+#include "memory.h"
 
 namespace emulator {
 
@@ -34,6 +35,32 @@ std::uint64_t module_offset(const void* pc) {
   return static_cast<std::uint64_t>(static_cast<const char*>(pc) - base);
 }
 
+std::uint32_t code_of(const void* pc) { return static_cast<std::uint32_t>(module_offset(pc) - 1); }
+
+std::uint32_t code_of(Place place) {
+  std::vector<Place>& places = machine.places;
+  std::size_t i = places.size();
+  while (i > 0 && (places[i - 1].line != place.line || places[i - 1].file != place.file)) --i;
+  if (i == 0) {
+    places.push_back(place);
+    i = places.size();
+  }
+  return kPlaceCode | static_cast<std::uint32_t>(i - 1);
+}
+
+void name_other(std::uint32_t code) {
+  Finding& finding = *machine.finding;
+  if (!(code & kPlaceCode)) {
+    finding.other_pc = code;
+    return;
+  }
+  const Place place = machine.places[code & ~kPlaceCode];
+  finding.other_line = place.line;
+  if (place.file != nullptr) {
+    std::snprintf(finding.other_file, sizeof finding.other_file, "%s", place.file);
+  }
+}
+
 ThreadPlace place_of(std::uint32_t thread_id) {
   const unsigned* size = machine.spec->block;
   const unsigned number = thread_id & (kMaxThreads - 1);
@@ -49,6 +76,7 @@ Finding& begin_finding(Kind kind, Place place) {
   finding = {};
   finding.kind = static_cast<int>(kind);
   finding.argument = -1;
+  if (place.file == nullptr) place = machine.place;
   finding.line = place.line;
   if (place.file != nullptr) std::snprintf(finding.file, sizeof finding.file, "%s", place.file);
   const Index3 thread = current == nullptr ? Index3{0, 0, 0} : current->index;

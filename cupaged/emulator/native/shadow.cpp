@@ -69,30 +69,15 @@ bool ordered(const Record& record, std::uint32_t self) {
   return acquired(record);
 }
 
-void describe(Space space, std::uintptr_t address, Finding& finding) {
-  if (space == Space::shared) {
-    describe_shared(address);
-    return;
-  }
-  for (int i = 0; i < machine.spec->num_ranges; ++i) {
-    const ArgumentRange& range = machine.spec->ranges[i];
-    if (range.begin <= address && address < range.end) {
-      finding.argument = range.index;
-      finding.byte_offset = static_cast<long long>(address - range.begin);
-      return;
-    }
-  }
-}
-
-[[noreturn]] void report_race(Space space, std::uintptr_t address, std::size_t bytes, Access access,
+[[noreturn]] void report_race(std::uintptr_t address, std::size_t bytes, Access access,
                               const Record& earlier, bool earlier_is_write) {
   Finding& finding = begin_finding(Kind::race, {nullptr, 0});
-  describe(space, address, finding);
+  describe(address);
   finding.access_bytes = static_cast<int>(bytes);
-  finding.is_write = access != Access::read;
+  finding.is_write = access != Access::read && access != Access::relaxed_read;
   finding.has_other = 1;
   finding.other = place_of(earlier.thread);
-  finding.other_pc = earlier.pc;
+  name_other(earlier.code);
   finding.other_is_write = earlier_is_write;
   finish_finding();
 }
@@ -100,26 +85,28 @@ void describe(Space space, std::uintptr_t address, Finding& finding) {
 [[noreturn]] void report_content(Kind kind, std::uintptr_t address, std::size_t bytes,
                                  Access access, const Record* other) {
   Finding& finding = begin_finding(kind, {nullptr, 0});
-  describe(Space::shared, address, finding);
+  describe(address);
   finding.access_bytes = static_cast<int>(bytes);
   finding.is_write = access == Access::write;
   if (other != nullptr) {
     finding.has_other = 1;
     finding.other = place_of(other->thread);
-    finding.other_pc = other->pc;
+    name_other(other->code);
     finding.other_is_write = 1;
   }
   finish_finding();
 }
 
-// Keeps reads by two different threads, so that a writer always meets one that is not its own.
+// A read that happened before this one needs no remembering: who comes after this one comes after it.
+// Of the others two are kept, by different threads and if possible of different warps, so that a
+// writer always meets one that is not its own.
+template <Space space>
 void remember_read(Cell& cell, const Record& mine) {
   Record& first = cell.reads[0];
   Record& second = cell.reads[1];
-  const std::uint32_t barrier = machine.last_barrier;
-  if (first.thread == mine.thread || first.stamp < barrier) {
+  if (ordered<space>(first, mine.thread)) {
     first = mine;
-  } else if (second.thread == mine.thread || second.stamp < barrier ||
+  } else if (ordered<space>(second, mine.thread) ||
              (first.thread / kWarpSize == second.thread / kWarpSize &&
               mine.thread / kWarpSize != first.thread / kWarpSize)) {
     second = mine;
@@ -129,30 +116,29 @@ void remember_read(Cell& cell, const Record& mine) {
 template <Space space>
 void touch(Cell& cell, std::uintptr_t address, std::size_t bytes, Access access,
            const Record& mine) {
+  const bool is_read = access == Access::read || access == Access::relaxed_read;
   if (space == Space::shared && access != Access::write) {
     if (cell.copied_block == machine.block_number) report_content(Kind::async_copy, address, bytes, access, &cell.write);
     if (cell.block != machine.block_number) {
       report_content(Kind::uninitialized, address, bytes, access, nullptr);
     }
   }
-  const bool both_atomic = access == Access::atomic && cell.atomic;
-  if (!both_atomic && !ordered<space>(cell.write, mine.thread)) {
-    report_race(space, address, bytes, access, cell.write, true);
+  if (!(mine.relaxed && cell.write.relaxed) && !ordered<space>(cell.write, mine.thread)) {
+    report_race(address, bytes, access, cell.write, true);
   }
-  if (access == Access::read) {
-    remember_read(cell, mine);
+  if (is_read) {
+    remember_read<space>(cell, mine);
     return;
   }
   for (const Record& read : cell.reads) {
-    if (!ordered<space>(read, mine.thread)) {
-      report_race(space, address, bytes, access, read, false);
+    if (!(mine.relaxed && read.relaxed) && !ordered<space>(read, mine.thread)) {
+      report_race(address, bytes, access, read, false);
     }
   }
   if (space == Space::shared && cell.copied_block == machine.block_number) {
     report_content(Kind::async_copy, address, bytes, access, &cell.write);
   }
   cell.write = mine;
-  cell.atomic = access == Access::atomic;
   if (space == Space::shared) cell.block = machine.block_number;
 }
 
@@ -236,8 +222,9 @@ void begin_launch_shadow() {
 }
 
 void shadow_access(Space space, std::uintptr_t address, std::size_t bytes, Access access,
-                   std::uint32_t pc) {
-  const Record mine = {current->segment, machine.thread_id(*current), pc};
+                   std::uint32_t code) {
+  const bool relaxed = access != Access::read && access != Access::write;
+  const Record mine = {current->segment, machine.thread_id(*current), code, relaxed};
   for_cells(space, address, bytes, [&](Cell& cell, std::uintptr_t at) {
     if (space == Space::shared) {
       touch<Space::shared>(cell, at, bytes, access, mine);
@@ -247,16 +234,16 @@ void shadow_access(Space space, std::uintptr_t address, std::size_t bytes, Acces
   });
 }
 
-void shadow_begin_copy(std::uintptr_t address, std::size_t bytes, std::uint32_t pc) {
-  shadow_access(Space::shared, address, bytes, Access::write, pc);
+void shadow_begin_copy(std::uintptr_t address, std::size_t bytes, std::uint32_t code) {
+  shadow_access(Space::shared, address, bytes, Access::write, code);
   for_cells(Space::shared, address, bytes,
             [](Cell& cell, std::uintptr_t) { cell.copied_block = machine.block_number; });
 }
 
-void shadow_end_copy(std::uintptr_t address, std::size_t bytes, std::uint32_t pc) {
+void shadow_end_copy(std::uintptr_t address, std::size_t bytes, std::uint32_t code) {
   for_cells(Space::shared, address, bytes,
             [](Cell& cell, std::uintptr_t) { cell.copied_block = 0; });
-  shadow_access(Space::shared, address, bytes, Access::write, pc);
+  shadow_access(Space::shared, address, bytes, Access::write, code);
 }
 
 }  // namespace emulator

@@ -70,9 +70,13 @@ Out warp_collective(const char* name, unsigned mask, const In& in, Op op, Place 
 unsigned live_lanes();
 
 // Checks of accesses that the compiler does not instrument. Nothing in plain mode.
-void check_read(const void* address, std::size_t bytes);
-void check_write(void* address, std::size_t bytes);
+// place: of the call to blame; without it the innermost line outside of the emulator's headers.
+void check_read(const void* address, std::size_t bytes, Place place = {nullptr, 0});
+void check_write(void* address, std::size_t bytes, Place place = {nullptr, 0});
 void check_atomic(void* address, std::size_t bytes);
+
+// Fails where address is no multiple of alignment, which `what` needs.
+void check_alignment(const char* what, const void* address, std::size_t alignment, Place place);
 
 // Orders the accesses before it with those after an atomic operation of a thread that sees it.
 void fence();

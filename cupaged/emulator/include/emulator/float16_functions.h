@@ -6,14 +6,12 @@
 
 // --- arithmetic ---
 
+// Rounding to float first changes nothing: float has more than twice the bits, also where the result
+// is subnormal.
 __forceinline__ FLOAT16 __hadd(FLOAT16 a, FLOAT16 b) { return FLOAT16(float(a) + float(b)); }
 __forceinline__ FLOAT16 __hsub(FLOAT16 a, FLOAT16 b) { return FLOAT16(float(a) - float(b)); }
-__forceinline__ FLOAT16 __hmul(FLOAT16 a, FLOAT16 b) {
-  return FLOAT16_RAW{FLOAT16_FORMAT::multiply(float(a), float(b))};
-}
-__forceinline__ FLOAT16 __hdiv(FLOAT16 a, FLOAT16 b) {
-  return FLOAT16_RAW{FLOAT16_FORMAT::divide(float(a), float(b))};
-}
+__forceinline__ FLOAT16 __hmul(FLOAT16 a, FLOAT16 b) { return FLOAT16(float(a) * float(b)); }
+__forceinline__ FLOAT16 __hdiv(FLOAT16 a, FLOAT16 b) { return FLOAT16(float(a) / float(b)); }
 inline FLOAT16 __hfma(FLOAT16 a, FLOAT16 b, FLOAT16 c) {
   // The product is exact in double.
   return FLOAT16(emulator::add_to_odd(double(float(a)) * double(float(b)), double(float(c))));

@@ -2,7 +2,8 @@
 // float and double in every rounding mode.
 //
 // Nothing is flushed to zero. A NaN is encoded as 0x7fff, as the device does; decoding keeps what a
-// NaN carries and makes it quiet.
+// NaN carries and makes it quiet. fp16 uses the processor's own conversions where it has them, unless
+// EMULATOR_SOFTWARE_FP16 is defined.
 #pragma once
 
 #include <cmath>
@@ -123,10 +124,6 @@ struct Fp16Format {
   }
   static unsigned short from_float(float value) { return from_double(value); }
 #endif
-
-  // Two roundings, to 24 and to 11 bits, are as one for sums, products, quotients and roots.
-  static __forceinline__ unsigned short multiply(float a, float b) { return from_float(a * b); }
-  static __forceinline__ unsigned short divide(float a, float b) { return from_float(a / b); }
 };
 
 struct Bf16Format {
@@ -143,16 +140,6 @@ struct Bf16Format {
     const unsigned bits = bits_as<unsigned>(value);
     const unsigned rounded = bits + 0x7fff + (bits >> 16 & 1);
     return value != value ? 0x7fff : static_cast<unsigned short>(rounded >> 16);
-  }
-
-  // Near float's own subnormals the first rounding is too coarse, so tiny results go by double.
-  static __forceinline__ unsigned short multiply(float a, float b) {
-    const float product = a * b;
-    return std::fabs(product) < 0x1p-100f ? from_double(double(a) * b) : from_float(product);
-  }
-  static __forceinline__ unsigned short divide(float a, float b) {
-    const float quotient = a / b;
-    return std::fabs(quotient) < 0x1p-100f ? from_double(double(a) / b) : from_float(quotient);
   }
 };
 

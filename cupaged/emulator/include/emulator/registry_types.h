@@ -82,7 +82,9 @@ struct Finding {
   int signal;
   ThreadPlace here;
   ThreadPlace other;
-  std::uint64_t other_pc;
+  std::uint64_t other_pc;  // 0: other_file and other_line say where
+  int other_line;
+  char other_file[512];
   std::uint64_t pcs[24];  // innermost first
   int num_pcs;
   char file[512];

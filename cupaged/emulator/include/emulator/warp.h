@@ -48,7 +48,7 @@ T shuffle(const char* name, unsigned mask, T value, unsigned source, Place place
 // Segments of `width` lanes shuffle among themselves.
 inline void check_width(const char* name, int width, Place place) {
   if (width < 1 || width > 32 || (width & (width - 1)) != 0) {
-    fail(Kind::undefined, place, "%s has width %d; allowed are 1, 2, 4, 8, 16 and 32", name, width);
+    fail(Kind::warp_mask, place, "%s has width %d; allowed are 1, 2, 4, 8, 16 and 32", name, width);
   }
 }
 
