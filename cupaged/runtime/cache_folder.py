@@ -40,12 +40,10 @@ def cache_folder(name: str) -> Path:
         OSError: no folder for temporary files can be written either.
     """
     base = _base()
+    if base is None:
+        return _private_folder(base, "there is no home folder", name)
     reason = _make_usable(base) or _make_usable(base / name)
-    if reason is None:
-        return base / name
-    folder = _private_folder(str(base), reason) / name
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
+    return base / name if reason is None else _private_folder(base, reason, name)
 
 
 def store(name: str, file_name: str, content: bytes) -> Path:
@@ -62,8 +60,7 @@ def store(name: str, file_name: str, content: bytes) -> Path:
         write_atomically(folder / file_name, content)
     except OSError as error:
         reason = f"{folder} cannot be written: {error.strerror}"
-        folder = _private_folder(str(_base()), reason) / name
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = _private_folder(_base(), reason, name)
         write_atomically(folder / file_name, content)
     return folder / file_name
 
@@ -131,14 +128,16 @@ def source_files(path: Path, include_dirs: Iterable[Path]) -> list[tuple[str, Pa
     return found
 
 
-def _base() -> Path:
+def _base() -> Path | None:
+    """Where the cache is to be; None without a home."""
     given = os.environ.get("CUPAGED_CACHE_DIR")
     if given:
         return Path(given).absolute()
     xdg = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(xdg):  # the specification has relative ones ignored
         return Path(xdg) / "cupaged"
-    return Path(os.path.expanduser("~")).absolute() / ".cache" / "cupaged"
+    home = os.path.expanduser("~")
+    return Path(home) / ".cache" / "cupaged" if os.path.isabs(home) else None
 
 
 def _make_usable(folder: Path) -> str | None:
@@ -157,9 +156,15 @@ def _make_usable(folder: Path) -> str | None:
     return None
 
 
+def _private_folder(base: Path | None, reason: str, name: str) -> Path:
+    folder = _temporary_base(base, reason) / name
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
 @functools.cache
-def _private_folder(base: str, reason: str) -> Path:
-    """A folder of this process in place of `base`, removed at its end. One warning a reason."""
+def _temporary_base(base: Path | None, reason: str) -> Path:
+    """Takes the place of `base` until the process ends. One warning a reason."""
     folder = Path(tempfile.mkdtemp(prefix="cupaged-"))
     owner = os.getpid()
 
