@@ -1,7 +1,8 @@
 """A Llama in float64 NumPy, written to be obviously right and to be nothing else.
 
-One sequence, no cache, no paging, no batching, loops over heads. The tests of the engine and of
-each op take their expected values from here; this module itself is held against transformers by
+One sequence, no cache, no paging, no batching, loops over heads; and the operations that other
+families or the paged cache need, element by element. The tests of the engine and of each op take
+their expected values from here; this module itself is held against transformers by
 `tests/unit/test_reference.py`. It imports nothing from the package under test.
 """
 
@@ -42,6 +43,31 @@ def silu_mul(gate: ArrayLike, up: ArrayLike) -> F64:
         return g / (1.0 + np.exp(-g)) * _f64(up)
 
 
+def layer_norm(x: ArrayLike, weight: ArrayLike, bias: ArrayLike | None, eps: float) -> F64:
+    """`(x - mean) / sqrt(variance + eps) * weight + bias`, row by row; x [n, hidden]."""
+    rows = []
+    for row in _f64(x):
+        mean = math.fsum(row) / len(row)
+        variance = math.fsum((value - mean) ** 2 for value in row) / len(row)
+        rows.append((row - mean) / math.sqrt(variance + eps) * _f64(weight))
+    out = np.array(rows).reshape(np.shape(x))
+    return _f64(out if bias is None else out + _f64(bias))
+
+
+def gelu(x: ArrayLike) -> F64:
+    """`x Phi(x)`, Phi the normal distribution: Hendrycks and Gimpel, 2016, in its exact form."""
+    values = _f64(x)
+    shares = [0.5 * math.erfc(-value / math.sqrt(2)) for value in values.flat]
+    return _f64(values * np.reshape(shares, values.shape))
+
+
+def gelu_tanh(x: ArrayLike) -> F64:
+    """The approximation of `gelu` by tanh, as the same paper has it."""
+    values = _f64(x)
+    inner = math.sqrt(2 / math.pi) * (values + 0.044715 * values**3)
+    return _f64(0.5 * values * (1 + np.tanh(inner)))
+
+
 def rope(x: ArrayLike, positions: ArrayLike, theta: float) -> F64:
     """Rotary embedding of x [n, heads, head_dim] at `positions` [n], in Hugging Face's pairing.
 
@@ -60,6 +86,17 @@ def rotate(x: ArrayLike, positions: ArrayLike, frequencies: F64, scale: float = 
     cos, sin = scale * np.cos(angles), scale * np.sin(angles)
     first, second = values[..., :half], values[..., half:]
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def write_slots(cache: NDArray[Any], values: NDArray[Any], slots: ArrayLike) -> None:
+    """values [n, heads, dim] into their slots of a paged cache [blocks, heads, block_size, dim].
+
+    Slot s is place s % block_size of block s // block_size; values whose slot is -1 are dropped.
+    """
+    block_size = cache.shape[2]
+    for value, slot in zip(values, np.asarray(slots).tolist(), strict=True):
+        for head in range(cache.shape[1] if slot != -1 else 0):
+            cache[slot // block_size, head, slot % block_size] = value[head]
 
 
 def attention(
