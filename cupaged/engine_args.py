@@ -19,6 +19,7 @@ from cupaged.engine.engine import Engine
 from cupaged.engine.runner import ModelRunner
 from cupaged.engine.scheduling_policy import make_policy
 from cupaged.errors import CapacityError, ConfigError, NotSupportedError
+from cupaged.estimate import Limits, Shape, workspace_bytes
 from cupaged.loading.model_files import ModelFiles, load_model, open_model
 from cupaged.ops.blas import use_threads
 from cupaged.ops.numpy_ops import NumpyOps
@@ -158,7 +159,7 @@ class EngineArgs:
         config = self._engine_config(files, length, available - workspace)
         threads = use_threads(self.threads, resources.cores)
         ops = NumpyOps()
-        specs = files.model_class.kv_cache_specs(files.config, self.block_size)
+        specs = files.model_class.kv_cache_specs(files.config, self.block_size, "float32")
         model = load_model(files, ops, max_model_len=config.max_model_len)
         policy = make_policy(self.scheduling_policy)
         core = EngineCore(config, ModelRunner(model, specs, ops, config), policy=policy)
@@ -174,13 +175,14 @@ class EngineArgs:
         )
 
     def _workspace_bytes(self, files: ModelFiles, length: int) -> int:
-        """Memory of the largest step (buffers, hidden states, logits) and of the table of RoPE."""
-        widths = files.model_class.workspace_widths(files.config)
-        max_logits = min(self.max_num_seqs, self.max_num_batched_tokens)
-        logits = max_logits * (files.config.vocab_size + files.config.hidden_size)
-        rotary = length * files.config.head_dim
-        size: int = self.max_num_batched_tokens * sum(widths.values()) + logits + rotary
-        return 4 * size
+        """Memory of the largest step, and of the table of RoPE."""
+        limits = Limits(
+            max_model_len=length,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
+        return workspace_bytes(Shape.of(files.model_class, files.config), limits, 4)
 
     def _max_model_len(self, model: ModelConfig) -> int:
         """Most tokens of a sequence: what was asked for, if the model can serve it."""
@@ -202,7 +204,7 @@ class EngineArgs:
         return self.max_model_len
 
     def _engine_config(self, files: ModelFiles, length: int, available: int) -> EngineConfig:
-        specs = files.model_class.kv_cache_specs(files.config, self.block_size)
+        specs = files.model_class.kv_cache_specs(files.config, self.block_size, "float32")
         bytes_per_block = sum(spec.bytes_per_block for spec in specs)
         num_blocks = self.num_gpu_blocks_override
         if num_blocks is None:

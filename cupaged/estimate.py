@@ -59,7 +59,7 @@ class Family(Protocol):
         """Every weight."""
 
     @staticmethod
-    def kv_cache_specs(c: ModelConfig, block_size: int) -> Sequence[KVCacheSpec]:
+    def kv_cache_specs(c: ModelConfig, block_size: int, dtype: str) -> Sequence[KVCacheSpec]:
         """What each layer keeps a token."""
 
     @staticmethod
@@ -86,7 +86,7 @@ class Shape:
         """From the family's tables; for a plain model a token keeps
         2 * num_layers * num_kv_heads * head_dim elements."""
         entries = expand(family.name_table(config), config.num_layers)
-        specs = family.kv_cache_specs(config, block_size=1)
+        specs = family.kv_cache_specs(config, 1, "float32")
         return cls(
             num_parameters=sum(entry.num_elements for entry in entries),
             kv_elements_per_token=sum(s.num_kv_heads * (s.k_dim + s.v_dim) for s in specs),

@@ -81,14 +81,14 @@ class LlamaForCausalLM:
         )
 
     @staticmethod
-    def kv_cache_specs(c: ModelConfig, block_size: int) -> list[KVCacheSpec]:
+    def kv_cache_specs(c: ModelConfig, block_size: int, dtype: str) -> list[KVCacheSpec]:
         """One entry a layer: all read through the one block table."""
-        spec = KVCacheSpec(0, c.num_kv_heads, c.head_dim, c.head_dim, "float32", block_size)
+        spec = KVCacheSpec(0, c.num_kv_heads, c.head_dim, c.head_dim, dtype, block_size)
         return [spec] * c.num_layers
 
     @staticmethod
     def workspace_widths(c: ModelConfig) -> dict[str, int]:
-        """The buffers of a step: each is float32 [tokens of the step, width]."""
+        """The buffers of a step: each is [tokens of the step, width]."""
         return {
             "residual": c.hidden_size,
             "normed": c.hidden_size,

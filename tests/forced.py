@@ -68,7 +68,9 @@ class LoadedModel:
         """An engine core of its own KV pool. `limits` are fields of `EngineConfig`."""
         fields = {"num_blocks": 256, "max_model_len": 1024, **limits}
         config = EngineConfig(vocab_size=self.files.config.vocab_size, **fields)
-        specs = self.files.model_class.kv_cache_specs(self.files.config, config.block_size)
+        specs = self.files.model_class.kv_cache_specs(
+            self.files.config, config.block_size, self.ops.dtype.name
+        )
         runner = ModelRunner(self.model, specs, self.ops, config, sampler=sampler)
         return EngineCore(config, runner)
 

@@ -11,7 +11,17 @@ import sys
 from collections.abc import Callable, Sequence
 
 from cupaged._version import __version__
-from cupaged.cli import chat, complete, completion, doctor, estimate, generate, models, pull
+from cupaged.cli import (
+    chat,
+    complete,
+    completion,
+    doctor,
+    estimate,
+    generate,
+    kernel,
+    models,
+    pull,
+)
 from cupaged.cli import run_batch as batch
 from cupaged.cli.parser import (
     OTHER_VERBS,
@@ -46,7 +56,8 @@ def build_parser() -> Parser:
         dest="verb",
         prog="cupaged",
     )
-    for module in (generate, chat, complete, batch, pull, models, estimate, doctor, completion):
+    modules = (generate, chat, complete, batch, pull, models, estimate, kernel, doctor, completion)
+    for module in modules:
         module.add_parser(verbs)
     return parser
 
@@ -81,21 +92,31 @@ def _parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
     if argv[:1] == ["help"]:
         argv = [*argv[1:2], "--help"]
     argv = [OTHER_VERBS.get(word, word) for word in argv[:1]] + argv[1:]
-    verbs, first = _verbs(parser), argv[0] if argv else ""
-    if first.startswith("-") and first not in flags_of(parser):
-        parser.error(f"unknown option {first}; a command comes first")
-    elif first and not first.startswith("-") and first not in verbs:
-        parser.error(f"unknown command {first!r}{nearest(first, {verb: verb for verb in verbs})}")
+    asked = _asked(parser, argv)
     args, unknown = parser.parse_known_args(known_spelling(argv))
     if unknown:
-        refuse_unknown(verbs.get(args.verb, parser), unknown)
+        refuse_unknown(asked, unknown)
     return args
 
 
-def _verbs(parser: Parser) -> dict[str, argparse.ArgumentParser]:
-    """The parsers of the verbs by their names."""
-    (action,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    return dict(action.choices)
+def _asked(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.ArgumentParser:
+    """The parser of the innermost command that the words begin with; refuses an unknown one."""
+    verbs, first = _verbs(parser), argv[0] if argv else ""
+    if not verbs or not first:
+        return parser
+    if first in verbs:
+        return _asked(verbs[first], argv[1:])
+    if not first.startswith("-"):
+        parser.error(f"unknown command {first!r}{nearest(first, {verb: verb for verb in verbs})}")
+    if first not in flags_of(parser):
+        parser.error(f"unknown option {first}; a command comes first")
+    return parser
+
+
+def _verbs(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of a command's own commands by their names."""
+    actions = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return {name: verb for action in actions for name, verb in action.choices.items()}
 
 
 def _flush() -> int:

@@ -57,7 +57,7 @@ class Model(Protocol):
 
     @staticmethod
     def workspace_widths(config: ModelConfig) -> dict[str, int]:
-        """The buffers of a step: each is float32 [tokens of the step, width]."""
+        """The buffers of a step: each is [tokens of the step, width], of the ops' type."""
 
     def forward(self, step: StepContext, kv_caches: Sequence[KVCache], work: dict[str, Any]) -> Any:
         """Hidden states after the last norm, [num_tokens, hidden_size]."""
@@ -94,8 +94,8 @@ class ModelRunner:
         self._sampler = sampler or ops.sample
         self._kv_caches = [ops.empty_kv_cache(s, config.num_blocks) for s in kv_cache_specs]
         widths, max_tokens = model.workspace_widths(model.config), config.max_num_batched_tokens
-        self._work = {name: ops.empty((max_tokens, n), np.float32) for name, n in widths.items()}
-        self._hidden = ops.empty((config.max_logits, model.config.hidden_size), np.float32)
+        self._work = {name: ops.empty((max_tokens, n), ops.dtype) for name, n in widths.items()}
+        self._hidden = ops.empty((config.max_logits, model.config.hidden_size), ops.dtype)
         self._logits = ops.empty((config.max_logits, config.vocab_size), np.float32)
         self._done: dict[int, StepOutput] = {}
 

@@ -68,6 +68,10 @@ class KVCache:
 class Ops(Protocol):
     """Every operation of a decoder step."""
 
+    @property
+    def dtype(self) -> Any:
+        """NumPy's type of activations, weights and KV caches; logits are float32."""
+
     # At start: memory and weights.
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:

@@ -57,6 +57,8 @@ class NumpyStep:
 class NumpyOps:
     """`Ops` on NumPy. See there for what each operation means."""
 
+    dtype = np.dtype(np.float32)
+
     def __init__(self) -> None:
         self._scratch = Scratch()
 

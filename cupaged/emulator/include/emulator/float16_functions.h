@@ -6,8 +6,8 @@
 
 // --- arithmetic ---
 
-// Rounding to float first changes nothing: float has more than twice the bits, also where the result
-// is subnormal.
+// Rounding to float first changes nothing: float has more than twice the bits, also where the
+// result is subnormal.
 __forceinline__ FLOAT16 __hadd(FLOAT16 a, FLOAT16 b) { return FLOAT16(float(a) + float(b)); }
 __forceinline__ FLOAT16 __hsub(FLOAT16 a, FLOAT16 b) { return FLOAT16(float(a) - float(b)); }
 __forceinline__ FLOAT16 __hmul(FLOAT16 a, FLOAT16 b) { return FLOAT16(float(a) * float(b)); }

@@ -2,8 +2,8 @@
 // float and double in every rounding mode.
 //
 // Nothing is flushed to zero. A NaN is encoded as 0x7fff, as the device does; decoding keeps what a
-// NaN carries and makes it quiet. fp16 uses the processor's own conversions where it has them, unless
-// EMULATOR_SOFTWARE_FP16 is defined.
+// NaN carries and makes it quiet. fp16 uses the processor's own conversions where it has them,
+// unless EMULATOR_SOFTWARE_FP16 is defined.
 #pragma once
 
 #include <cmath>
