@@ -59,8 +59,8 @@ def _own_digest() -> str:
     """Of the emulator's headers and runtime, and of what rewrites the source."""
     digest = hashlib.sha256()
     own = Path(__file__).parent
-    files = [*INCLUDE_DIR.rglob("*.h"), *NATIVE_DIR.iterdir(), own / "source.py"]
-    for file in sorted(files):
+    files = [*INCLUDE_DIR.rglob("*"), *NATIVE_DIR.iterdir(), own / "source.py"]
+    for file in sorted(file for file in files if file.is_file()):
         digest.update(f"{file.name}\0".encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()

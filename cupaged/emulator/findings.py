@@ -123,7 +123,8 @@ def _what(finding: Finding, kernel: str, argument: ArrayArgument | None, name: s
         Kind.OUT_OF_BOUNDS: f"{text}, which has {message}",
         Kind.READ_ONLY: f"{text}, which is const or a read-only array",
         Kind.RACE: f"{text}, and nothing orders the two accesses",
-        Kind.UNINITIALIZED: f"{text}, which no thread of the block has written",
+        Kind.UNINITIALIZED: f"{text}, which no thread of the block has written yet: "
+        "is a barrier missing?",
         Kind.ASYNC_COPY: f"{text}, to which a cp.async copies that its thread has not waited for",
     }[Kind(finding.kind)]
 

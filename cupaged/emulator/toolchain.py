@@ -30,7 +30,7 @@ _ERROR_LINE = re.compile(
 
 _LANGUAGE = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-U_FORTIFY_SOURCE")
 _KERNEL = (
-    "-fno-strict-aliasing", "-fwrapv", "-fno-finite-loops", "-fno-ipa-icf",
+    "-fno-strict-aliasing", "-fwrapv", "-fno-finite-loops", "-fno-ipa-icf", "-fno-math-errno",
     "-fno-omit-frame-pointer", "-g", "-w",
 )  # fmt: skip
 _CHECKS = (
@@ -38,6 +38,7 @@ _CHECKS = (
     "-fsanitize-recover=all",
     "-fsanitize-coverage=trace-pc",
     "-fstack-clash-protection",
+    "-fstack-protector-strong",
     "-fno-tree-vectorize",
     "-DEMULATOR_CHECKED=1",
 )

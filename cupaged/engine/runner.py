@@ -73,10 +73,8 @@ class Sampler(Protocol):
 
 
 class ModelRunner:
-    """Runs a model on a device.
-
-    All memory is taken in the constructor, but for a copy of the logits whose logprobs are asked.
-    """
+    """Runs a model on a device. All memory is taken in the constructor, but for a copy of the
+    logits whose logprobs are asked."""
 
     def __init__(
         self,

@@ -80,6 +80,11 @@ void __sanitizer_cov_trace_pc() {
   emulator::machine.wants_yield = true;
 }
 
+// -fstack-protector-strong: a function found its frame overwritten, by its end.
+[[noreturn]] void __stack_chk_fail() {
+  emulator::fail(Kind::out_of_bounds, {nullptr, 0}, "a local array was written beyond its end");
+}
+
 // What the compiler tells about undefined behaviour: see the sanitizers' ubsan_handlers.h.
 struct SourceLocation {
   const char* file;
@@ -172,6 +177,9 @@ void check_write(void* address, std::size_t bytes, Place place) {
 void check_atomic(void* address, std::size_t bytes) {
   if (!machine.checked) return;
   check_alignment("an atomic operation", address, bytes, {nullptr, 0});
+  if (machine.stacks.contains(address)) {
+    fail(Kind::undefined, {nullptr, 0}, "an atomic operation on a thread's local variable");
+  }
   check_access(address, bytes, Access::atomic, CALLER);
 }
 

@@ -33,6 +33,7 @@ struct sigaction old_interrupt;
 // A fault of the processor inside a kernel becomes a finding. One of another thread, or of this
 // one outside of a kernel, is not ours: the handler from before gets it when it happens again.
 void on_fault(int signal, siginfo_t* info, void*) {
+  if (machine.tracing && pthread_equal(pthread_self(), launching)) siglongjmp(machine.crashed, 1);
   if (!pthread_equal(pthread_self(), launching) || current == nullptr) {
     for (int i = 0; i < kNumSignals; ++i) {
       if (kSignals[i] == signal) sigaction(signal, &old_actions[i], nullptr);
@@ -62,7 +63,7 @@ class SignalGuard {
     sigaltstack(&stack_, &old_stack_);
     struct sigaction action = {};
     action.sa_sigaction = on_fault;
-    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
     launching = pthread_self();
     for (int i = 0; i < kNumSignals; ++i) sigaction(kSignals[i], &action, &old_actions[i]);
     if (machine.checked) {
@@ -125,6 +126,7 @@ void run_launch(const LaunchSpec& spec, Finding& finding) {
   machine.wants_yield = machine.interrupted = false;
   machine.any_fence = false;
   machine.place = {nullptr, 0};
+  machine.tracing = false;
   machine.stacks.give_back_all();
   prepare_memory();
   begin_launch_memory();

@@ -99,6 +99,7 @@ struct Machine {
   volatile bool interrupted;  // by Ctrl-C
   Context main;
   sigjmp_buf crashed;
+  volatile bool tracing;  // a fault now comes of a damaged stack
   Stacks stacks;
   Thread threads[kMaxThreads];
   Warp warps[kMaxWarps];

@@ -93,7 +93,11 @@ void say(const char* format, ...) {
   va_end(arguments);
 }
 
-void trace() { _Unwind_Backtrace(add_frame, nullptr); }
+void trace() {
+  machine.tracing = true;
+  _Unwind_Backtrace(add_frame, nullptr);
+  machine.tracing = false;
+}
 
 void finish_finding() {
   trace();

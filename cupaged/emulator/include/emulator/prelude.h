@@ -71,3 +71,10 @@ inline void __syncwarp(unsigned mask = 0xffffffffu, emulator::Place place = EMUL
 #include "emulator/atomics.h"
 #include "emulator/warp.h"
 #include "emulator/registry.h"
+
+// What the host's headers define and a compiler for GPUs does not.
+#undef INFINITY
+#undef NAN
+#undef HUGE_VAL
+#undef HUGE_VALF
+#undef HUGE_VALL
