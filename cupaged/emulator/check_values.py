@@ -1,12 +1,12 @@
 """What the Python of a check block works with: arrays as a GPU would hold them, and `expect`.
 
-Every array lies alone in memory, aligned to 256 bytes as cudaMalloc does, so that a wild index is
-seen and never lands in another array. Random values follow from the seed and the block's number
-alone. Nothing here knows a file or runs a kernel.
+Arrays are aligned to 256 bytes, as cudaMalloc does, and hold NaN or -1 where nobody wrote. Random
+values follow from the seed and the number of the block. Nothing here knows a file or runs a kernel.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Mapping
@@ -16,9 +16,11 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from cupaged.emulator.errors import EmulatorError
-from cupaged.runtime.device_arrays import host_view, map_array
+from cupaged.emulator.mapping import ALIGNMENT_BYTES
 
 __all__ = ["TOLERANCES", "CheckValues", "ExpectationError", "block_dtype", "compare"]
+
+_POISON = 0xFF  # of every byte: NaN in every format of floats, -1 in integers
 
 # Of a value of size 1 or less; larger values may be off by as much more.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
@@ -159,7 +161,10 @@ def block_dtype(defines: Mapping[str, object]) -> str:
 
 def _memory(shape: tuple[int, ...], dtype: np.dtype[Any], *, poison: bool) -> NDArray[Any]:
     sizes = tuple(map(operator.index, shape))  # NumPy's integers, too
-    return host_view(map_array(sizes, dtype, poison=poison))
+    num_bytes = math.prod(sizes) * dtype.itemsize
+    raw = np.full(num_bytes + ALIGNMENT_BYTES, _POISON if poison else 0, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT_BYTES
+    return raw[start : start + num_bytes].view(dtype).reshape(sizes)
 
 
 def _value(value: Any) -> str:

@@ -146,7 +146,7 @@ def test_an_unknown_name_expression_is_refused(tmp_path: Path) -> None:
         (4, "  out[threadIdx.x] = 1;"),
         (7, "\n\n  /* a\n  */ out[threadIdx.x] = 1;"),
         (5, "  __shared__ float\n    s[4]; s[threadIdx.x] = 1; out[threadIdx.x] = 1;"),
-        (6, "  __shared__ float\n    s[4];\n  s[threadIdx.x] = INFINITY; out[threadIdx.x] = 1;"),
+        (6, "  __shared__ float\n    s[4];\n  s[threadIdx.x] = NULL == 0; out[threadIdx.x] = 1;"),
         (4, "  STORE(\n    out[threadIdx.x]);"),
     ],
 )
