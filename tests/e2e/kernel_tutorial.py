@@ -1,4 +1,4 @@
-"""The code blocks of cuda/README.md, and its commands with what they are shown to print."""
+"""The kernel files in a README, and the commands on them with what they are shown to print."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from cupaged.runtime.kernels import nvrtc_version, toolkit_headers
 from cupaged.runtime.machine_code import disassembler
 from tests.e2e.cli import ROOT, environment
 
-README = ROOT / "cuda" / "README.md"
-_FENCE = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+READMES = (ROOT / "README.md", ROOT / "cuda" / "README.md")
+_FENCE = re.compile(r"^```(\w*)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FUNCTIONS = 'cupaged() { "$0" -m cupaged "$@"; }\npython() { "$0" "$@"; }\n'
 
 
@@ -35,9 +35,9 @@ class Command:
     shown: str
 
 
-def steps() -> Iterator[File | Command]:
+def steps(readme: Path) -> Iterator[File | Command]:
     """What the reader does, in order."""
-    for language, name, content in _FENCE.findall(README.read_text(encoding="utf-8")):
+    for language, name, content in _FENCE.findall(readme.read_text(encoding="utf-8")):
         if name:
             yield File(name, content)
         elif language == "console":

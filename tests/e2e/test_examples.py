@@ -18,7 +18,7 @@ EXAMPLES = sorted(
     for path in (ROOT / "cupaged" / "examples").glob("*.py")
     if path.stem not in ("__init__", "live_display")
 )
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+BLOCKS = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
 PYTHON_BLOCKS = [code for language, code in BLOCKS if language == "python"]
 COMMANDS = [
     line

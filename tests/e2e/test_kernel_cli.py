@@ -14,7 +14,7 @@ import pytest
 from cupaged.cli import kernel_check
 from cupaged.runtime.errors import CompilerUnavailableError
 from tests.e2e.cli import Inline, Terminal, command, process
-from tests.e2e.kernel_tutorial import Command, File, has, printed, steps
+from tests.e2e.kernel_tutorial import READMES, Command, File, has, printed, steps
 
 NO_NVRTC = "no NVRTC installed: GPU compile skipped (pip install 'cupaged[cuda12-jit]')"
 FILE = """\
@@ -83,11 +83,19 @@ def alike(text: str, *, mask_all: bool) -> list[str]:
     return [line for line in text.splitlines() if "for sm_90" not in line and NO_NVRTC not in line]
 
 
-def test_the_tutorial(tmp_path: Path) -> None:
-    todo = list(steps())
-    lines = [step.line for step in todo if isinstance(step, Command)]
-    assert [step.name for step in todo if isinstance(step, File)] == ["softmax.cu", "run.py"]
+def test_what_the_tutorials_do() -> None:
+    short, long = (list(steps(readme)) for readme in READMES)
+    assert [s.name if isinstance(s, File) else s.line.split()[0] for s in short] == [
+        "row_sum.cu", "cupaged", "sed", "cupaged"
+    ]  # fmt: skip
+    lines = [step.line for step in long if isinstance(step, Command)]
+    assert [step.name for step in long if isinstance(step, File)] == ["softmax.cu", "run.py"]
     assert len(lines) >= 8 and any("resources" in line for line in lines)
+
+
+@pytest.mark.parametrize("readme", READMES, ids=["README", "cuda/README"])
+def test_the_tutorial(readme: Path, tmp_path: Path) -> None:
+    todo = list(steps(readme))
     for step in todo:
         if isinstance(step, File):
             (tmp_path / step.name).write_text(step.content)
@@ -112,7 +120,7 @@ def test_the_tutorial_on_a_gpu(tmp_path: Path) -> None:
         cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
         pytest.skip(f"no GPU: {error}")
-    for step in steps():
+    for step in steps(READMES[1]):
         if isinstance(step, File):
             (tmp_path / step.name).write_text(step.content)
     done = printed(Command("python run.py --gpu", ""), tmp_path)
