@@ -116,7 +116,7 @@ def _compile(
         source.write_text(text, encoding="utf-8", errors="surrogateescape")
         run_compiler(
             compiler,
-            [*flags, "-fpreprocessed", "-c", "-x", "c++", str(source), "-o", str(object_file)],
+            [*flags, "-c", "-x", "c++-cpp-output", str(source), "-o", str(object_file)],
             path.name,
         )
         # Without the flags: the sanitizers' own libraries must not come along.

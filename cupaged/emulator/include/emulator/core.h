@@ -10,7 +10,12 @@
 #include "emulator/kinds.h"
 
 // A function whose memory accesses are not checked. It is never inlined into checked code.
+#ifdef __clang__
+#define EMULATOR_UNCHECKED \
+  __attribute__((disable_sanitizer_instrumentation, no_sanitize("thread", "alignment", "bounds")))
+#else
 #define EMULATOR_UNCHECKED __attribute__((no_sanitize("thread", "alignment", "bounds")))
+#endif
 
 // As a default argument it names the place of the call.
 #define EMULATOR_HERE ::emulator::Place::here()
