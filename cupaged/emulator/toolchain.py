@@ -1,8 +1,9 @@
 """The C++ compiler of the host: which one, with which flags, and how it is run.
 
 Nothing of CUDA is needed. g++ is what the checks are tested with; clang++ works, but leaves some
-misaligned vector accesses to the processor, which then ends the kernel as a crash. The flags keep arithmetic as written (no contraction, no fast-math), so
-that a kernel rounds here as it does on a GPU when it says `__fmaf_rn` and the like.
+misaligned vector accesses to the processor, which then ends the kernel as a crash. The flags keep
+arithmetic as written (no contraction, no fast-math), so that a kernel rounds here as it does on a
+GPU when it says `__fmaf_rn` and the like.
 """
 
 from __future__ import annotations
