@@ -2,7 +2,8 @@
 
 Refuses what a GPU would misread in silence: a scalar of another width, an array of another element
 type, a view that is not contiguous. Integers of one width may differ in sign; pointers to `void`,
-to bytes and to 16-byte packs take any element type.
+to bytes and to 16-byte packs take any element type. Pointers to a struct take a structured array
+of the same element size, or an array of numbers, which the kernel reads as packs.
 """
 
 from __future__ import annotations
@@ -149,14 +150,36 @@ def check_array(kernel: str, parameter: Parameter, array: NDArray[Any]) -> None:
         )
     if not array.dtype.isnative:
         raise LaunchError(f"{where} must have native byte order, got {array.dtype}")
-    got, wanted = _scalar_of(array.dtype), parameter.scalar
-    any_type = wanted is Scalar.OPAQUE or (
-        wanted in _INTEGERS and parameter.element_bytes in (1, _PACK_BYTES)
-    )
+    if array.dtype.hasobject or not array.itemsize:
+        raise LaunchError(f"{where} must be an array of numbers, got {array.dtype}")
+    if parameter.scalar is Scalar.OPAQUE and parameter.element_bytes > 1:
+        if array.dtype.kind == "V" and array.itemsize != parameter.element_bytes:
+            raise LaunchError(
+                f"{where} points to elements of {parameter.element_bytes} bytes, got an array of "
+                f"{array.dtype}, whose elements have {array.itemsize}"
+            )
+        return
+    any_type = parameter.element_bytes == 1 and parameter.scalar is not Scalar.BOOL
+    if not any_type and not _is_pack(parameter) and not _holds(parameter, array.dtype):
+        raise LaunchError(f"{where} points to {parameter.type_name}, got an array of {array.dtype}")
+
+
+def _is_pack(parameter: Parameter) -> bool:
+    """Whether it points to vectors by which a kernel moves any data."""
+    return parameter.element_bytes == _PACK_BYTES and parameter.scalar_bytes < _PACK_BYTES
+
+
+def _holds(parameter: Parameter, dtype: np.dtype[Any]) -> bool:
+    """Whether an array is made of the scalars, or of the vectors, that the parameter points to."""
+    if dtype.names is not None or dtype.kind == "c":
+        parts = [dtype[name].base for name in dtype.names or ()] or [np.empty(0, dtype).real.dtype]
+        return dtype.itemsize == parameter.element_bytes and all(
+            part.names is None and _holds(parameter, part) for part in parts
+        )
+    got, wanted = _scalar_of(dtype), parameter.scalar
     same = got is wanted or (got in _INTEGERS and wanted in _INTEGERS)
     same = same or {got, wanted} == {Scalar.BOOL, Scalar.UNSIGNED}
-    if not any_type and not (same and array.itemsize == parameter.scalar_bytes):
-        raise LaunchError(f"{where} points to {parameter.type_name}, got an array of {array.dtype}")
+    return same and dtype.itemsize == parameter.scalar_bytes
 
 
 def _scalar_bytes(kernel: str, parameter: Parameter, value: Any) -> bytes:

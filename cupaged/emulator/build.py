@@ -1,7 +1,8 @@
 """Compiles kernel files to libraries of the host and keeps them, found by content.
 
-The key covers the kernel file with every header it includes, the defines and flags, the compiler,
-and the emulator itself, so that nothing stale is ever loaded.
+The key covers the kernel file with the headers that a scan of it finds, the defines and flags, the
+compiler, and the emulator itself; a record beside the library covers what the compiler really read.
+So nothing stale is ever loaded, and nothing damaged.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cupaged.emulator.errors import CompileError
+import numpy as np
+
+from cupaged.emulator.build_record import CACHE, Sources, find_made, keep_made, sources_read
+from cupaged.emulator.errors import CompileError, EmulatorError
 from cupaged.emulator.source import rewrite
 from cupaged.emulator.toolchain import (
     INCLUDE_DIR,
@@ -27,15 +32,22 @@ from cupaged.emulator.toolchain import (
 )
 from cupaged.runtime.cache_folder import cache_folder, digest_sources
 
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SEARCHED = ("CPATH", "CPLUS_INCLUDE_PATH")  # more folders of headers, for the compiler
+_TITLE_CHARS = 40  # of the file's name, in the names of what is made of it
+
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
     """How a kernel file is compiled.
 
-    defines: name to value; True or None defines the name alone.
+    defines: name to value; True or None defines the name alone, False does not define it.
     name_expressions: kernel templates to instantiate.
     checked: instrument every access. opt_level: -O of the compiler.
     portable_switch: ucontext in place of the assembly switch.
+
+    Raises:
+        EmulatorError: the name of a define is no identifier.
     """
 
     defines: Mapping[str, object]
@@ -45,13 +57,21 @@ class BuildOptions:
     opt_level: int
     portable_switch: bool
 
+    def __post_init__(self) -> None:
+        for name in self.defines:
+            if not (isinstance(name, str) and _IDENTIFIER.fullmatch(name)):
+                raise EmulatorError(f"the name of a define must be an identifier, got {name!r}")
+
     @property
     def define_flags(self) -> list[str]:
         """-D flags in the order of the names."""
-        return [
-            f"-D{name}" if value is None or value is True else f"-D{name}={value}"
-            for name, value in sorted(self.defines.items())
-        ]
+        flags = []
+        for name, value in sorted(self.defines.items()):
+            if value is None or (isinstance(value, bool | np.bool_) and value):
+                flags.append(f"-D{name}")
+            elif not isinstance(value, bool | np.bool_):
+                flags.append(f"-D{name}={value}")
+        return flags
 
 
 @functools.cache
@@ -83,24 +103,27 @@ def build(path: Path, options: BuildOptions) -> Path:
     parts = (
         sources, str(path), _own_digest(), compiler.identity, *flags, *options.define_flags,
         *options.name_expressions, *map(str, options.include_dirs), str(options.portable_switch),
+        *(os.environ.get(name, "") for name in _SEARCHED),
     )  # fmt: skip
+    record = _record(path.stem[:_TITLE_CHARS], parts)
+    made = find_made(record)
+    if made is None:
+        runtime = _native_runtime(compiler, options.portable_switch)
+        content, read = _compile(compiler, path, options, flags, runtime)
+        made = keep_made(record, ".so", content, read)
+    return made
+
+
+def _record(title: str, parts: Sequence[str]) -> Path:
+    """Where the record lies of what is made with all of `parts`."""
     key = hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()[:32]
-    folder = cache_folder("emulator")
-    library = folder / f"{path.stem}-{key}.so"
-    if not library.exists():
-        runtime = _native_runtime(compiler, folder, options.portable_switch)
-        _compile(compiler, path, options, flags, runtime, library)
-    return library
+    return cache_folder(CACHE) / f"{title}-{key}.json"
 
 
 def _compile(
-    compiler: Compiler,
-    path: Path,
-    options: BuildOptions,
-    flags: Sequence[str],
-    runtime: Path,
-    library: Path,
-) -> None:
+    compiler: Compiler, path: Path, options: BuildOptions, flags: Sequence[str], runtime: Path
+) -> tuple[bytes, Sources]:
+    """The library, and what it was made from."""
     includes = [f"-I{folder}" for folder in options.include_dirs]
     preprocessed = run_compiler(
         compiler,
@@ -108,10 +131,11 @@ def _compile(
          "-include", "emulator/prelude.h", "-x", "c++", str(path)],
         path.name,
     )  # fmt: skip
+    read = sources_read(preprocessed, options.include_dirs)
     text = rewrite(preprocessed, options.name_expressions)
-    with tempfile.TemporaryDirectory(dir=library.parent, prefix=".build-") as scratch:
-        source, object_file, made = (
-            Path(scratch) / name for name in (f"{path.stem}.ii", "kernel.o", library.name)
+    with tempfile.TemporaryDirectory(prefix="cupaged-") as scratch:
+        source, object_file, library = (
+            Path(scratch) / name for name in ("kernel.ii", "kernel.o", "kernel.so")
         )
         source.write_text(text, encoding="utf-8", errors="surrogateescape")
         run_compiler(
@@ -123,29 +147,25 @@ def _compile(
         run_compiler(
             compiler,
             ["-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined", str(object_file), str(runtime),
-             "-o", str(made)],
+             "-o", str(library)],
             path.name,
         )  # fmt: skip
-        os.replace(made, library)
+        return library.read_bytes(), read
 
 
-def _native_runtime(compiler: Compiler, folder: Path, portable_switch: bool) -> Path:
+def _native_runtime(compiler: Compiler, portable_switch: bool) -> Path:
     """The object file of the runtime."""
     flags = native_flags(portable_switch=portable_switch)
-    parts = "\0".join((_own_digest(), compiler.identity, *flags))
-    made = folder / f"runtime-{hashlib.sha256(parts.encode()).hexdigest()[:32]}.o"
-    if not made.exists():
+    record = _record("runtime", (_own_digest(), compiler.identity, *flags))
+    made = find_made(record)
+    if made is None:
         sources = [str(file) for file in sorted(NATIVE_DIR.glob("*.cpp"))]
-        handle, scratch = tempfile.mkstemp(dir=folder, suffix=".o")
-        os.close(handle)
-        try:
+        with tempfile.TemporaryDirectory(prefix="cupaged-") as scratch:
+            object_file = Path(scratch) / "runtime.o"
             run_compiler(
                 compiler,
-                [*flags, f"-I{INCLUDE_DIR}", "-r", "-nostdlib", *sources, "-o", scratch],
+                [*flags, f"-I{INCLUDE_DIR}", "-r", "-nostdlib", *sources, "-o", str(object_file)],
                 "the emulator's runtime",
             )
-            os.replace(scratch, made)
-        except BaseException:
-            Path(scratch).unlink(missing_ok=True)
-            raise
+            made = keep_made(record, ".o", object_file.read_bytes(), {})
     return made

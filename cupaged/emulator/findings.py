@@ -1,12 +1,13 @@
 """From what the native runtime found to a Python exception that shows the line.
 
-Addresses in the compiled module become file and line through `addr2line`, which comes with every
-compiler; it runs only when there is something to report.
+Addresses in the compiled module become file and line through `addr2line`, and names of variables
+through `nm`, which come with every compiler; they run only when there is something to report.
 """
 
 from __future__ import annotations
 
 import linecache
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -36,6 +37,9 @@ KINDS: dict[Kind, tuple[type[errors.KernelError], str]] = {
     Kind.CRASH: (errors.KernelCrashError, "crash"),
     Kind.SHARED_MEMORY: (errors.SharedMemoryError, "too much shared memory"),
 }
+
+_MODULE_VARIABLE = -2  # in place of an argument's index: `byte_offset` is an address in the module
+_VARIABLE = re.compile(r"(?P<begin>[0-9a-f]+) (?P<bytes>[0-9a-f]+) [bdrsuv] (?P<name>.+)", re.I)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,8 @@ def raise_finding(
     if finding.kind == Kind.UNSUPPORTED:
         raise NotSupportedError(f"{kernel}: {finding.message.decode(errors='replace')}")
     kind, title = KINDS[Kind(finding.kind)]
-    places = _symbolize(library, [*finding.pcs[: finding.num_pcs], finding.other_pc])
+    here = [finding.here_code] if finding.here_code else finding.pcs[: finding.num_pcs]
+    places = _symbolize(library, [*here, finding.other_pc])
     file, line = _place(finding, places[:-1])
     argument = arguments.get(finding.argument)
     element: int | None = None
@@ -77,6 +82,8 @@ def raise_finding(
         name, element = argument.name, finding.byte_offset // argument.dtype.itemsize
     elif finding.object:
         name, element = finding.object.decode(), finding.byte_offset // finding.element_bytes
+    elif finding.argument == _MODULE_VARIABLE:
+        name = _name_variable(finding, library)
     lines = [f"{_short(file)}:{line}: {title}: {_what(finding, kernel, argument, name)}"]
     lines.append(f"  {_thread(finding.here)} of {kernel}")
     lines += _source(file, line)
@@ -104,12 +111,16 @@ def raise_finding(
 def _what(finding: Finding, kernel: str, argument: ArrayArgument | None, name: str | None) -> str:
     """The sentence after the title."""
     message: str = finding.message.decode(errors="replace")
-    if name is None:
+    is_variable = finding.argument == _MODULE_VARIABLE
+    if name is None and not is_variable:
         if finding.kind == Kind.OUT_OF_BOUNDS and finding.access_bytes:
             return f"{kernel} {'writes' if finding.is_write else 'reads'} {message}"
         return message
-    itemsize = argument.dtype.itemsize if argument else finding.element_bytes
-    what = f"{_elements(finding, itemsize)} of {'' if argument else 'shared '}'{name}'"
+    itemsize = argument.dtype.itemsize if argument else max(finding.element_bytes, 1)
+    kind_of = "" if argument else "the module's variable " if is_variable else "shared "
+    what = f"{_elements(finding, itemsize)} of {kind_of}'{name}'"
+    if name is None:
+        what = f"a variable of the module at address 0x{finding.byte_offset:x}"
     if finding.kind == Kind.MISALIGNED:
         return f"{message}: {what}"
     text = f"{kernel} {'writes' if finding.is_write else 'reads'} {what}"
@@ -181,6 +192,22 @@ def _user_place(frames: Sequence[tuple[str, int]]) -> tuple[str | None, int | No
 def _is_own(file: str) -> bool:
     own = str(INCLUDE_DIR.parent)
     return file.startswith((own, "?", "<", "/usr/include", "/usr/lib")) or not file
+
+
+def _name_variable(finding: Finding, library: Path) -> str | None:
+    """The variable at `byte_offset`, which then counts from its start; None if it is not known."""
+    tool = shutil.which("nm")
+    output = "" if tool is None else subprocess.run(
+        [tool, "-C", "-S", str(library)], capture_output=True, text=True, check=False
+    ).stdout  # fmt: skip
+    for symbol in map(_VARIABLE.fullmatch, output.splitlines()):
+        if symbol is None:
+            continue
+        begin, size = int(symbol["begin"], 16), int(symbol["bytes"], 16)
+        if begin <= finding.byte_offset < begin + size:
+            finding.byte_offset -= begin
+            return symbol["name"]
+    return None
 
 
 def _symbolize(library: Path, addresses: Sequence[int]) -> list[list[tuple[str, int]]]:

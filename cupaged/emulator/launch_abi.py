@@ -84,11 +84,18 @@ class ArgumentRange(ctypes.Structure):
     )
 
 
+class StackRegion(ctypes.Structure):
+    """The stacks of all threads; all zeros before the first launch of a process."""
+
+    _fields_ = (("begin", ctypes.c_size_t), ("num_made", ctypes.c_size_t))
+
+
 class LaunchSpec(ctypes.Structure):
     """One launch."""
 
     _fields_ = (
         ("kernel", ctypes.POINTER(KernelInfo)),
+        ("stacks", ctypes.POINTER(StackRegion)),
         ("arguments", ctypes.POINTER(ctypes.c_void_p)),
         ("ranges", ctypes.POINTER(ArgumentRange)),
         ("num_ranges", ctypes.c_int),
@@ -129,6 +136,7 @@ class Finding(ctypes.Structure):
         ("other_pc", ctypes.c_uint64),
         ("other_line", ctypes.c_int),
         ("other_file", ctypes.c_char * 512),
+        ("here_code", ctypes.c_uint64),
         ("pcs", ctypes.c_uint64 * 24),
         ("num_pcs", ctypes.c_int),
         ("file", ctypes.c_char * 512),

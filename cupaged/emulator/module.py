@@ -7,6 +7,7 @@ library's.
 from __future__ import annotations
 
 import ctypes
+import operator
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from cupaged.emulator.arguments import PackedArguments, Parameter
 from cupaged.emulator.build import BuildOptions, build
 from cupaged.emulator.errors import EmulatorError, LaunchError
 from cupaged.emulator.findings import raise_finding
-from cupaged.emulator.launch_abi import Finding, KernelInfo, LaunchSpec
+from cupaged.emulator.launch_abi import Finding, KernelInfo, LaunchSpec, StackRegion
 from cupaged.emulator.relocation import Relocation
 
 Mode = Literal["checked", "plain"]
@@ -29,8 +30,23 @@ MAX_SHARED_BYTES = 227 * 1024  # of a block on sm_90
 DEFAULT_DYNAMIC_SHARED_BYTES = 48 * 1024
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
 _BLOCK_LIMITS = (1024, 1024, 64)
+_INTERRUPTED = -1  # of emulator_launch
 
-_launching = threading.Lock()
+
+class _Process:
+    """What launches of all modules share: their order, and the stacks of threads."""
+
+    def __init__(self) -> None:
+        self.launching = threading.Lock()
+        self.stacks = StackRegion()
+        if hasattr(os, "register_at_fork"):  # another thread of the parent may hold the lock
+            os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self.launching = threading.Lock()
+
+
+_process = _Process()
 
 
 class EmulatedModule:
@@ -38,7 +54,7 @@ class EmulatedModule:
 
     Args:
         path: the `.cu` file.
-        defines: macros; a value of True or None defines the name alone.
+        defines: macros; True or None defines the name alone, False not at all.
         include_dirs: where quoted and other includes are looked up after the file's own folder.
         name_expressions: kernel templates to instantiate, as for `cupy.RawModule`.
         mode: "checked" stops at the first fault; "plain" is faster and checks barriers only.
@@ -77,13 +93,18 @@ class EmulatedModule:
     ) -> None:
         if mode not in ("checked", "plain"):
             raise EmulatorError(f"mode must be 'checked' or 'plain', got {mode!r}")
-        if opt_level not in (0, 1, 2, 3):
+        if isinstance(opt_level, bool) or opt_level not in (0, 1, 2, 3):
             raise EmulatorError(f"opt_level must be 0, 1, 2 or 3, got {opt_level!r}")
         if max_steps < 1:
             raise EmulatorError(f"max_steps must be at least 1, got {max_steps!r}")
+        if defines is not None and not isinstance(defines, Mapping):
+            raise EmulatorError(f"defines must map names to values, got {defines!r}")
         self.path = Path(path).absolute()
         self.mode = mode
-        self.seed = seed
+        try:
+            self.seed = None if seed is None else operator.index(seed)
+        except TypeError:
+            raise EmulatorError(f"seed must be a whole number or None, got {seed!r}") from None
         self.global_races = global_races
         self.max_steps = max_steps
         self.isolated = isolated and mode == "plain"
@@ -97,7 +118,10 @@ class EmulatedModule:
             portable_switch,
         )
         self.library = build(self.path, options)
-        self._loaded = ctypes.CDLL(str(self.library))
+        try:
+            self._loaded = ctypes.CDLL(str(self.library))
+        except OSError as error:
+            raise EmulatorError(f"{self.library} cannot be loaded: {error}") from error
         self._loaded.emulator_first_kernel.restype = ctypes.POINTER(KernelInfo)
         self._functions: dict[str, EmulatedFunction] = {}
         info = self._loaded.emulator_first_kernel()
@@ -130,8 +154,11 @@ class EmulatedModule:
 
     def _launch(self, spec: LaunchSpec, finding: Finding) -> None:
         checked = int(self.mode == "checked")
-        with _launching:
-            error = self._loaded.emulator_launch(ctypes.byref(spec), ctypes.byref(finding), checked)
+        error = self._loaded.emulator_launch(ctypes.byref(spec), ctypes.byref(finding), checked)
+        if error == _INTERRUPTED and threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        if error == _INTERRUPTED:
+            raise EmulatorError("the launch was interrupted; its outputs are not complete")
         if error:
             raise EmulatorError(f"a child process cannot be started: {os.strerror(error)}")
 
@@ -151,6 +178,7 @@ class EmulatedFunction:
         self.max_threads_per_block: int = kernel.max_threads or MAX_THREADS_PER_BLOCK
         self.max_dynamic_shared_size_bytes = DEFAULT_DYNAMIC_SHARED_BYTES
         names = kernel.parameter_names.decode().split(",")
+        names += [f"argument {i}" for i in range(len(names), kernel.num_parameters)]  # of a pack
         self.parameters = tuple(
             Parameter.of(names[i], kernel.parameters[i]) for i in range(kernel.num_parameters)
         )
@@ -185,21 +213,23 @@ class EmulatedFunction:
             )
         self._check_shared(shared_mem)
         module = self._module
-        copies = None
-        if module.relocated:
-            copies = Relocation(self.parameters, args, shared=module.isolated)
-        packed = PackedArguments(
-            self.name, self.parameters, args, None if copies is None else copies.addresses
-        )
-        spec = LaunchSpec(
-            self._info, packed.pointers, packed.ranges, packed.num_ranges, grid_sizes, block_sizes,
-            shared_mem, MAX_SHARED_BYTES, int(module.seed is not None), int(module.global_races),
-            int(module.isolated), (module.seed or 0) & 0xFFFFFFFFFFFFFFFF, module.max_steps,
-        )  # fmt: skip
         finding = Finding()
-        module._launch(spec, finding)
-        if copies is not None:
-            copies.give_back()
+        with _process.launching:  # what is copied must not change before it comes back
+            copies = None
+            if module.relocated:
+                copies = Relocation(self.parameters, args, shared=module.isolated)
+            packed = PackedArguments(
+                self.name, self.parameters, args, None if copies is None else copies.addresses
+            )
+            spec = LaunchSpec(
+                self._info, ctypes.pointer(_process.stacks), packed.pointers, packed.ranges,
+                packed.num_ranges, grid_sizes, block_sizes, shared_mem, MAX_SHARED_BYTES,
+                int(module.seed is not None), int(module.global_races), int(module.isolated),
+                (module.seed or 0) & 0xFFFFFFFFFFFFFFFF, module.max_steps,
+            )  # fmt: skip
+            module._launch(spec, finding)
+            if copies is not None:
+                copies.give_back()
         if finding.kind:
             raise_finding(finding, self.name, module.library, packed.arrays)
 

@@ -12,6 +12,7 @@ import functools
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -40,11 +41,15 @@ _CHECKS = (
     "-fsanitize-recover=alignment,bounds,shift-exponent,integer-divide-by-zero",
     "-fstack-clash-protection",
     "-fstack-protector-strong",
+    "-fno-builtin-memcpy",
+    "-fno-builtin-memmove",
+    "-fno-builtin-memset",
     "-DEMULATOR_CHECKED=1",
 )
-# What each compiler calls the rest: no folding of equal functions, no calls at entry and exit,
-# volatile accesses told apart, a call a basic block.
-_OWN_KERNEL = {"g++": ("-fno-ipa-icf",), "clang++": ()}
+# What each compiler calls the rest: no folding of equal functions, no variables of templates that
+# all modules of a process would share, no calls at entry and exit, volatile accesses told apart, a
+# call a basic block.
+_OWN_KERNEL = {"g++": ("-fno-ipa-icf", "-fno-gnu-unique"), "clang++": ()}
 _OWN_CHECKS = {
     "g++": (
         "-fsanitize-coverage=trace-pc",
@@ -65,34 +70,56 @@ _OWN_CHECKS = {
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """path: the executable. kind: "g++" or "clang++"."""
+    """command: the executable, then its first arguments: ("/usr/bin/ccache", "g++").
 
-    path: str
+    kind: "g++" or "clang++".
+    """
+
+    command: tuple[str, ...]
     kind: str
+
+    def __str__(self) -> str:
+        return shlex.join(self.command)
 
     @property
     def identity(self) -> str:
-        """Changes when another compiler lies at the path."""
-        status = os.stat(self.path)
-        return f"{os.path.realpath(self.path)} {status.st_size} {status.st_mtime_ns}"
+        """Changes when another compiler, or another launcher of it, lies at its path."""
+        parts = []
+        for word in self.command:
+            path = shutil.which(word)
+            if path is None:
+                parts.append(word)
+            else:
+                status = os.stat(path)
+                parts.append(f"{os.path.realpath(path)} {status.st_size} {status.st_mtime_ns}")
+        return "\0".join(parts)
 
 
 def find_compiler() -> Compiler:
-    """$CXX, else g++, else clang++.
+    """$CXX, which may hold arguments as in "ccache g++", else g++, else clang++.
 
     Raises:
         ToolchainError: there is none.
     """
     given = os.environ.get("CXX")
-    for name in [given] if given else ["g++", "clang++"]:
-        path = shutil.which(name)
+    for words in _words(given) if given else [["g++"], ["clang++"]]:
+        path = shutil.which(words[0]) if words else None
         if path is not None:
-            return Compiler(path, "clang++" if "clang" in os.path.basename(name) else "g++")
+            is_clang = any("clang" in os.path.basename(word) for word in words)
+            return Compiler((path, *words[1:]), "clang++" if is_clang else "g++")
     looked = f"$CXX is {given!r}, which cannot be run" if given else "no g++ and no clang++ on PATH"
     raise ToolchainError(
         f"the emulator compiles kernels with a C++ compiler, and there is none: {looked}. "
         "Install g++ 11 or newer (Debian: apt install g++), or set CXX."
     )
+
+
+def _words(given: str) -> list[list[str]]:
+    """How $CXX may be meant: as one path, with its spaces, or as a command."""
+    try:
+        return [[given], shlex.split(given)]
+    except ValueError:  # a quote that does not end
+        return [[given]]
 
 
 @functools.cache
@@ -104,20 +131,20 @@ def check_version(compiler: Compiler) -> str:
     """
     try:
         text = subprocess.run(
-            [compiler.path, "-dumpfullversion", "-dumpversion"],
+            [*compiler.command, "-dumpfullversion", "-dumpversion"],
             capture_output=True, text=True, check=True, timeout=60,
         ).stdout.strip()  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
-        raise ToolchainError(f"{compiler.path} does not run: {error}") from error
+        raise ToolchainError(f"{compiler} does not run: {error}") from error
     text = text.splitlines()[0] if text else ""
     numbers = re.match(r"(\d+)(?:\.(\d+))?", text)
     if numbers is None:
-        raise ToolchainError(f"{compiler.path} gives no version: {text!r}")
+        raise ToolchainError(f"{compiler} gives no version: {text!r}")
     version = (int(numbers[1]), int(numbers[2] or 99))
     oldest = _OLDEST[compiler.kind]
     if version < oldest:
         raise ToolchainError(
-            f"{compiler.path} is version {text}; the emulator needs {compiler.kind} "
+            f"{compiler} is version {text}; the emulator needs {compiler.kind} "
             f"{oldest[0]}.{oldest[1]} or newer. Set CXX to another compiler."
         )
     return text
@@ -158,16 +185,18 @@ def run_compiler(compiler: Compiler, arguments: Sequence[str], what: str) -> str
     """
     check_version(compiler)
     result = subprocess.run(
-        [compiler.path, *arguments],
-        capture_output=True, text=True, errors="replace", check=False,
+        [*compiler.command, *arguments],
+        capture_output=True, encoding="utf-8", errors="surrogateescape", check=False,
         env={**os.environ, "LC_ALL": "C"},
     )  # fmt: skip
-    if result.returncode == 0:
+    if result.returncode == 0:  # the bytes of a source in another encoding stay as they are
         return result.stdout
-    message = result.stderr.strip() or f"{compiler.path} ended with {result.returncode}"
+    message = result.stderr.encode("utf-8", "surrogateescape").decode("utf-8", "replace").strip()
+    message = message or f"{compiler} ended with {result.returncode}"
     for line in message.splitlines():
         if "#error" in line and _UNSUPPORTED in line:
-            raise NotSupportedError(f"{what}: {line[line.index(_UNSUPPORTED) :]}")
+            reason = line[line.index(_UNSUPPORTED) :].rstrip('"')
+            raise NotSupportedError(f"{what}: {reason}")
     first = _ERROR_LINE.search(message)
     if first is None:
         raise CompileError(f"{what} does not compile:\n{message}")

@@ -149,8 +149,10 @@ def _make_usable(folder: Path) -> str | None:
         return f"{folder} cannot be made: {error.strerror}"
     if hasattr(os, "getuid") and status.st_uid != os.getuid():
         return f"{folder} belongs to user {status.st_uid}, not to user {os.getuid()}"
-    if os.name == "posix" and stat.S_IMODE(status.st_mode) & stat.S_IWOTH:
-        return f"{folder} can be written by everybody"
+    others = {stat.S_IWOTH: "everybody", stat.S_IWGRP: "its group"} if os.name == "posix" else {}
+    for bit, who in others.items():
+        if status.st_mode & bit:
+            return f"{folder} can be written by {who}; chmod go-w makes it your own"
     if not os.access(folder, os.W_OK | os.X_OK):
         return f"{folder} is read-only"
     return None

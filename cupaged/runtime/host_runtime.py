@@ -7,6 +7,7 @@ and a failing kernel raises in `launch`. What a GPU could not do, it refuses as 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 from cupaged.emulator.module import MAX_SHARED_BYTES, EmulatedModule
 from cupaged.resources import read_resources
 from cupaged.runtime.device_arrays import DeviceArray, host_view, map_array
+from cupaged.runtime.errors import KernelNotFoundError
 from cupaged.runtime.kernels import kernel_file
 from cupaged.runtime.protocol import (
     Array,
@@ -160,8 +162,19 @@ class HostRuntime:
         self.copy_to_host(target, array)
 
     def copy_on_device(self, target: Array, source: Array, stream: Any = None) -> None:
-        """Copy."""
-        self._copy(host_view(self._own(target)), host_view(self._own(source)))
+        """Copy.
+
+        Raises:
+            DeviceError: the two overlap.
+        """
+        to, start = host_view(self._own(target)), host_view(self._own(source))
+        check_copy(to, start)
+        if abs(self.address(to) - self.address(start)) < to.nbytes:
+            raise DeviceError(
+                f"the target and the source of a copy overlap: {to.nbytes} bytes each, "
+                f"{abs(self.address(to) - self.address(start))} bytes apart"
+            )
+        to[...] = start
 
     def new_stream(self) -> HostStream:
         """All streams are alike."""
@@ -181,7 +194,13 @@ class HostRuntime:
         """Nothing to wait for."""
 
     def load_kernel(self, file: str, name: str, defines: Defines) -> Kernel:
-        """Compile with the host's compiler, or find what was compiled before."""
+        """Compile with the host's compiler, or find what was compiled before.
+
+        Raises:
+            KernelNotFoundError: there is no such file, or the name leaves the kernel folder.
+        """
+        if isinstance(file, str) and os.path.basename(file) != file:
+            raise KernelNotFoundError(f"a kernel file is named without a folder, got {file!r}")
         key = (file, frozenset(defines.items()))
         if key not in self._modules:
             self._modules[key] = EmulatedModule(

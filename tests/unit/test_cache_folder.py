@@ -67,6 +67,14 @@ def test_no_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
     assert folder.is_absolute() and folder.is_dir() and "there is no home folder" in caplog.text
 
 
+def test_a_generous_umask(base: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert cache_folder("nvrtc") == cache_folder("nvrtc") == base / "nvrtc"
+    finally:
+        os.umask(before)
+
+
 def test_a_folder_of_somebody_else(
     base: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,10 +84,32 @@ def test_a_folder_of_somebody_else(
     falls_back(base, f"{base} belongs to user {owner}, not to user {owner + 1}", caplog)
 
 
-def test_a_folder_that_everybody_can_write(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("mode", "who"),
+    [(0o777, "everybody"), (0o702, "everybody"), (0o770, "its group"), (0o2775, "its group")],
+)
+def test_a_folder_that_others_can_write(
+    base: Path, caplog: pytest.LogCaptureFixture, mode: int, who: str
+) -> None:
     base.mkdir()
-    base.chmod(0o777)
-    falls_back(base, f"{base} can be written by everybody", caplog)
+    base.chmod(mode)
+    falls_back(base, f"{base} can be written by {who}; chmod go-w makes it your own", caplog)
+    base.chmod(mode & ~0o022)
+    assert cache_folder("nvrtc") == base / "nvrtc"
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o750, 0o755])
+def test_the_usual_modes_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: int
+) -> None:
+    monkeypatch.delenv("CUPAGED_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".cache" / "cupaged" / "nvrtc").mkdir(parents=True)
+    for folder in (".cache", ".cache/cupaged", ".cache/cupaged/nvrtc"):
+        (tmp_path / folder).chmod(mode)
+    assert cache_folder("nvrtc") == tmp_path / ".cache" / "cupaged" / "nvrtc"
+    assert caplog.records == []
 
 
 def test_a_read_only_folder(

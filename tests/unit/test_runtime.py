@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import pickle
 import re
+from copy import copy as shallow_copy
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,12 @@ import pytest
 
 from cupaged.emulator.mapping import GAP_BYTES
 from cupaged.errors import ConfigError
+from cupaged.ops.cuda_ops import CudaOps
+from cupaged.ops.launch_checks import OperandError
 from cupaged.runtime.device_arrays import DeviceArrayError
 from cupaged.runtime.device_limits import check_driver, free_bytes, kernel_arch
 from cupaged.runtime.dtypes import kernel_dtype, storage_dtype
+from cupaged.runtime.errors import KernelNotFoundError
 from cupaged.runtime.host_runtime import HostRuntime
 from cupaged.runtime.launch_arguments import MAX_ARGUMENTS, ArgumentBlock
 from cupaged.runtime.protocol import DeviceError, DeviceMemoryError, DeviceUnavailableError
@@ -239,6 +245,12 @@ def test_copies(runtime: HostRuntime) -> None:
         lambda a: a + a, lambda a: a == 1, lambda a: a.sum(), lambda a: np.concatenate([a, a]),
         lambda a: a.astype(np.float64), lambda a: a[[0, 1]], lambda a: a[a], lambda a: a.copy(),
         lambda a: a.fill(0), lambda a: a.__setitem__(0, 1), lambda a: a.__iadd__(1),
+        lambda a: a.put([0], [9]), lambda a: a[::-1].sort(), lambda a: a[::-1].partition(1),
+        lambda a: a.setfield(9, np.int16), lambda a: a.byteswap(inplace=True),
+        lambda a: a.flat.__setitem__(0, 9), lambda a: a.argsort(), lambda a: a.dot(a),
+        lambda a: a.round(), lambda a: a.conj(), lambda a: a.take([0]), lambda a: a.repeat(2),
+        lambda a: a.compress([True]), lambda a: a.searchsorted(1), lambda a: a.nonzero(),
+        lambda a: a.flatten(), shallow_copy, deepcopy,
     ],
 )  # fmt: skip
 def test_no_arithmetic_on_the_device(compute: Any, runtime: HostRuntime) -> None:
@@ -246,6 +258,93 @@ def test_no_arithmetic_on_the_device(compute: Any, runtime: HostRuntime) -> None
     with pytest.raises(DeviceArrayError):
         compute(array)
     np.testing.assert_array_equal(runtime.to_host(array), [0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda a: a.tolist(), lambda a: a.item(0), lambda a: a[0].item(), lambda a: float(a[0]),
+        lambda a: int(a[0]), lambda a: complex(a[0]), lambda a: bool(a[0]), lambda a: 1 in a,
+        lambda a: [10, 11, 12][a[0]], lambda a: a.tobytes(), lambda a: list(a.flat),
+        lambda a: a.tofile("/dev/null"), lambda a: a.argmax(), pickle.dumps,
+    ],
+)  # fmt: skip
+def test_values_are_read_on_the_host(read: Any, runtime: HostRuntime) -> None:
+    with pytest.raises(DeviceArrayError, match="copy it to the host"):
+        read(runtime.from_host(np.array([0, 1, 2], np.int32)))
+
+
+def test_elements_of_an_array_stay_on_the_device(runtime: HostRuntime) -> None:
+    parts = list(runtime.from_host(np.array([7, 8], np.int32)))
+    assert all(map(runtime.is_device_array, parts))
+    assert [runtime.to_host(part).item() for part in parts] == [7, 8]
+
+
+def test_copies_do_not_overlap(runtime: HostRuntime) -> None:
+    array = runtime.from_host(np.arange(6, dtype=np.int32))
+    with pytest.raises(DeviceError, match="overlap: 12 bytes each, 8 bytes apart"):
+        runtime.copy_on_device(array[2:5], array[:3])
+    with pytest.raises(DeviceError, match="overlap: 24 bytes each, 0 bytes apart"):
+        runtime.copy_on_device(array, array)
+    runtime.copy_on_device(array[3:], array[:3])
+    runtime.copy_on_device(array[:0], array[:0])
+    np.testing.assert_array_equal(runtime.to_host(array), [0, 1, 2, 0, 1, 2])
+
+
+@pytest.mark.parametrize("shape", [(-1,), (2, -3), (1.0,), (2.5, 1), 4, "12", None, ("3",)])
+def test_what_is_no_shape(shape: Any, runtime: HostRuntime) -> None:
+    for make in (runtime.empty, runtime.zeros):
+        with pytest.raises(DeviceError, match=r"shape must be a tuple of whole numbers") as found:
+            make(shape, np.float32)
+        assert repr(shape) in str(found.value)
+
+
+@pytest.mark.parametrize("dtype", [object, "nonsense", [("x", np.float32), ("y", object)]])
+def test_what_is_no_dtype(dtype: Any, runtime: HostRuntime) -> None:
+    with pytest.raises(DeviceError, match="dtype must be"):
+        runtime.empty((2,), dtype)
+    assert runtime.empty((np.int64(2),), "float16").shape == (2,)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("file", ["../README.md", "sub/norm.cu", "/etc/passwd", "./norm.cu"])
+def test_kernels_come_from_their_folder(file: str, runtime: HostRuntime) -> None:
+    with pytest.raises(KernelNotFoundError, match="named without a folder, got '"):
+        runtime.load_kernel(file, "rms_norm", {})
+
+
+# ---- operations on the emulated device: operands that are refused before any kernel --------------
+
+
+def test_rows_and_blocks_that_are_no_arrays(runtime: HostRuntime) -> None:
+    ops = CudaOps(runtime, "float32")
+    x = runtime.zeros((2, 4), np.float32)
+    for rows in (None, 3, [0, 1], np.int32(1), np.zeros((), np.int32), np.zeros((1, 1), np.int32)):
+        with pytest.raises(OperandError, match="gather_rows: rows must be an array of one"):
+            ops.gather_rows(x, x, rows)
+    for blocks in (None, 1, np.zeros((), np.int32)):
+        with pytest.raises(OperandError, match="scatter_blocks: blocks must be an array of one"):
+            ops.scatter_blocks(x, x, blocks)  # type: ignore[arg-type]
+        with pytest.raises(OperandError, match="gather_blocks: blocks must be an array of one"):
+            ops.gather_blocks(x, x, blocks)  # type: ignore[arg-type]
+        with pytest.raises(OperandError, match="copy_blocks: copies must be an array of 2"):
+            ops.copy_blocks([], blocks)  # type: ignore[arg-type]
+    with pytest.raises(OperandError, match="scatter_blocks: blocks must be an array on the host"):
+        ops.scatter_blocks(x, x, runtime.zeros((2,), np.int32))
+
+
+@pytest.mark.parametrize(
+    "eps",
+    ["x", None, -1e-5, np.nan, np.inf, 1e39, pytest.param(10**400, id="huge"), 1j, [1e-5]],
+)
+def test_what_is_no_eps(eps: Any, runtime: HostRuntime) -> None:
+    ops = CudaOps(runtime, "float32")
+    x, out, weight = (runtime.zeros(shape, np.float32) for shape in ((0, 4), (0, 4), (4,)))
+    with pytest.raises(OperandError, match="rms_norm: eps must be a number, 0 or more, got"):
+        ops.rms_norm(out, x, weight, eps)
+    with pytest.raises(OperandError, match="layer_norm: eps must be a number, 0 or more, got"):
+        ops.layer_norm(out, x, weight, None, eps)
+    ops.rms_norm(out, x, weight, 0)
+    ops.rms_norm(out, x, weight, np.float32(1e-5))  # type: ignore[arg-type]
 
 
 def test_views_stay_on_the_device(runtime: HostRuntime) -> None:

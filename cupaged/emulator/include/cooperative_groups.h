@@ -202,8 +202,10 @@ class coalesced_group {
   }
 };
 
-// A guess, as __activemask is: lanes of another branch may be counted in.
-inline coalesced_group coalesced_threads() { return coalesced_group(__activemask()); }
+// The lanes that come to the same call, as __activemask has them.
+inline coalesced_group coalesced_threads(emulator::Place place = EMULATOR_HERE) {
+  return coalesced_group(__activemask(place));
+}
 
 // The lanes of the group with the caller's label, or with its truth value.
 template <class Group, class Label>

@@ -2,8 +2,6 @@
 
 #include <sys/mman.h>
 
-#include <cstdlib>
-
 namespace emulator {
 
 #ifdef EMULATOR_PORTABLE_SWITCH
@@ -63,27 +61,26 @@ void switch_context(Context& from, Context& to) {
 
 #endif
 
-char* Stacks::take() {
-  if (num_free_ > 0) return free_[--num_free_];
-  if (begin_ == 0) {
-    void* region = mmap(nullptr, kSlotBytes * kMaxThreads, PROT_NONE,
+void Stacks::use(StackRegion* region) {
+  if (region->begin == 0) {
+    void* memory = mmap(nullptr, kSlotBytes * kMaxThreads, PROT_NONE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (region == MAP_FAILED) std::abort();
-    begin_ = reinterpret_cast<std::uintptr_t>(region);
+    if (memory == MAP_FAILED) no_memory("stacks");
+    region->begin = reinterpret_cast<std::uintptr_t>(memory);
   }
-  if (num_made_ == kMaxThreads) std::abort();  // more threads than a block can have
-  char* stack = reinterpret_cast<char*>(begin_) + num_made_++ * kSlotBytes + kGuardBytes;
-  if (mprotect(stack, kStackBytes, PROT_READ | PROT_WRITE) != 0) std::abort();
-  return stack;
+  region_ = region;
+  begin_ = region->begin;
+  num_free_ = 0;
+  for (std::size_t number = region->num_made; number-- > 0;) give_back(slot(number));
 }
 
-void Stacks::give_back(char* stack) { free_[num_free_++] = stack; }
-
-void Stacks::give_back_all() {
-  num_free_ = 0;
-  for (std::size_t slot = num_made_; slot-- > 0;) {
-    give_back(reinterpret_cast<char*>(begin_) + slot * kSlotBytes + kGuardBytes);
-  }
+char* Stacks::take() {
+  if (num_free_ > 0) return free_[--num_free_];
+  if (region_->num_made == kMaxThreads) no_memory("more stacks than a block has threads");
+  char* stack = slot(region_->num_made);
+  if (mprotect(stack, kStackBytes, PROT_READ | PROT_WRITE) != 0) no_memory("stacks");
+  ++region_->num_made;
+  return stack;
 }
 
 bool Stacks::is_guard(const void* address) const {

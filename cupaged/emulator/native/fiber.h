@@ -35,12 +35,20 @@ void prepare(Context& context, char* stack, void (*entry)());
 // Leaves the running code in `from` and goes on with `to`.
 void switch_context(Context& from, Context& to);
 
-// Stacks of all threads: one region, so that an address on any of them is quickly recognised.
+// Stacks of all threads of a block, in one region that all modules of a process share: each stack and
+// its guard are two mappings, of which a process may have a few ten thousand.
+struct StackRegion {
+  std::uintptr_t begin;
+  std::size_t num_made;  // slots whose stack may be touched
+};
+
 class Stacks {
  public:
+  // Every stack of the region is free again.
+  void use(StackRegion* region);
   char* take();
-  void give_back(char* stack);
-  void give_back_all();
+  void give_back(char* stack) { free_[num_free_++] = stack; }
+  // Whether an address lies on any of them: quickly, for every access.
   bool contains(const void* address) const {
     return reinterpret_cast<std::uintptr_t>(address) - begin_ < kSlotBytes * kMaxThreads;
   }
@@ -49,10 +57,17 @@ class Stacks {
 
  private:
   static constexpr std::size_t kSlotBytes = kStackBytes + kGuardBytes;
+  char* slot(std::size_t number) const {
+    return reinterpret_cast<char*>(begin_) + number * kSlotBytes + kGuardBytes;
+  }
+
+  StackRegion* region_ = nullptr;
   std::uintptr_t begin_ = 0;
-  std::size_t num_made_ = 0;  // slots whose stack may be touched
   std::size_t num_free_ = 0;
   char* free_[kMaxThreads];
 };
+
+// Leaves the launch because the system gives no memory.
+[[noreturn]] void no_memory(const char* what);
 
 }  // namespace emulator

@@ -70,7 +70,7 @@ void* emulator_memset(void* to, int value, std::size_t bytes) {
 // One call a basic block: what ends an endless loop, and lets others run while one waits for them.
 void __sanitizer_cov_trace_pc() {
   constexpr std::uint64_t quantum = 20000;
-  if (++emulator::machine.num_steps % quantum != 0 || emulator::current == nullptr) return;
+  if (emulator::current == nullptr || ++emulator::machine.num_steps % quantum != 0) return;
   if (emulator::machine.num_steps >= emulator::machine.spec->max_steps) {
     emulator::fail(Kind::endless_loop, {nullptr, 0},
                    "no end after %llu basic blocks of this block of threads",

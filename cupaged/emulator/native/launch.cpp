@@ -2,6 +2,9 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
+#ifdef __linux__
+#include <sys/prctl.h>
+#endif
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -66,7 +69,9 @@ class SignalGuard {
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
     launching = pthread_self();
     for (int i = 0; i < kNumSignals; ++i) sigaction(kSignals[i], &action, &old_actions[i]);
-    if (machine.checked) {
+    sigaction(SIGINT, nullptr, &old_interrupt);
+    catches_interrupt_ = old_interrupt.sa_handler != SIG_IGN;
+    if (catches_interrupt_) {
       action = {};
       action.sa_handler = on_interrupt;
       action.sa_flags = SA_ONSTACK;
@@ -75,13 +80,14 @@ class SignalGuard {
   }
   ~SignalGuard() {
     for (int i = 0; i < kNumSignals; ++i) sigaction(kSignals[i], &old_actions[i], nullptr);
-    if (machine.checked) sigaction(SIGINT, &old_interrupt, nullptr);
+    if (catches_interrupt_) sigaction(SIGINT, &old_interrupt, nullptr);
     sigaltstack(&old_stack_, nullptr);
     std::free(stack_.ss_sp);
     if (machine.interrupted) raise(SIGINT);  // now to whom it was meant for
   }
 
  private:
+  bool catches_interrupt_;
   stack_t stack_;
   stack_t old_stack_;
 };
@@ -127,11 +133,13 @@ void run_launch(const LaunchSpec& spec, Finding& finding) {
   machine.any_fence = false;
   machine.place = {nullptr, 0};
   machine.tracing = false;
-  machine.stacks.give_back_all();
-  prepare_memory();
-  begin_launch_memory();
   SignalGuard guard;
-  if (sigsetjmp(machine.crashed, 1) == 0) run_grid();
+  if (sigsetjmp(machine.crashed, 1) == 0) {
+    machine.stacks.use(spec.stacks);
+    prepare_memory();
+    begin_launch_memory();
+    run_grid();
+  }
   current = nullptr;
   std::fflush(stdout);
 }
@@ -168,41 +176,56 @@ EMULATOR_EXPORT const emulator::KernelInfo* emulator_first_kernel() {
   return emulator::first_kernel;
 }
 
-// Runs a launch to its end or its first finding, whose kind is 0 if there is none. Returns 0, or
-// the error number of a failed fork.
-EMULATOR_EXPORT int emulator_launch(const emulator::LaunchSpec* spec, emulator::Finding* finding,
-                                    int checked) {
-  emulator::machine.checked = checked != 0;
-  if (!spec->isolated) {
-    emulator::run_launch(*spec, *finding);
-    return 0;
-  }
+// What emulator_launch returns besides 0 and the error number of a failed system call.
+constexpr int kInterrupted = -1;
+
+static int run_isolated(const emulator::LaunchSpec& spec, emulator::Finding& finding) {
   void* shared = mmap(nullptr, sizeof(emulator::Finding), PROT_READ | PROT_WRITE,
                       MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (shared == MAP_FAILED) return errno;
   auto* result = static_cast<emulator::Finding*>(shared);
   std::fflush(stdout);
-  const pid_t child = fork();
-  if (child < 0) {
-    munmap(shared, sizeof(emulator::Finding));
-    return errno;
-  }
-  if (child == 0) {
-    signal(SIGINT, SIG_DFL);
-    emulator::run_launch(*spec, *result);
-    _exit(0);
-  }
+  emulator::machine.interrupted = false;
   int status = 0;
-  while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+  {
+    emulator::SignalGuard guard;
+    const pid_t parent = getpid();
+    const pid_t child = fork();
+    if (child < 0) {
+      munmap(shared, sizeof(emulator::Finding));
+      return errno;
+    }
+    if (child == 0) {
+#ifdef __linux__
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
+      if (getppid() != parent) _exit(1);
+#endif
+      signal(SIGINT, SIG_DFL);
+      emulator::run_launch(spec, *result);
+      _exit(0);
+    }
+    while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+      if (emulator::machine.interrupted) kill(child, SIGKILL);
+    }
   }
-  *finding = *result;
+  finding = *result;
   munmap(shared, sizeof(emulator::Finding));
+  if (emulator::machine.interrupted) return kInterrupted;
   if (WIFSIGNALED(status)) {
-    finding->kind = static_cast<int>(emulator::Kind::crash);
-    finding->argument = -1;
-    finding->signal = WTERMSIG(status);
-    std::snprintf(finding->message, sizeof finding->message, "the process was ended by: %s",
+    finding.kind = static_cast<int>(emulator::Kind::crash);
+    finding.argument = -1;
+    finding.signal = WTERMSIG(status);
+    std::snprintf(finding.message, sizeof finding.message, "the process was ended by: %s",
                   strsignal(WTERMSIG(status)));
   }
   return 0;
+}
+
+// Runs a launch to its end or its first finding, whose kind is 0 if there is none.
+EMULATOR_EXPORT int emulator_launch(const emulator::LaunchSpec* spec, emulator::Finding* finding,
+                                    int checked) {
+  emulator::machine.checked = checked != 0;
+  if (spec->isolated) return run_isolated(*spec, *finding);
+  emulator::run_launch(*spec, *finding);
+  return emulator::machine.interrupted ? kInterrupted : 0;
 }

@@ -20,6 +20,7 @@ constexpr unsigned kMaxWarps = kMaxThreads / kWarpSize;
 // happened before. Keys are thread ids (see Machine::thread_id), or block ids with the top bit set.
 using Knowledge = std::unordered_map<std::uint32_t, std::uint32_t>;
 constexpr std::uint32_t kWholeBlock = 0x80000000u;
+constexpr std::uint32_t kBlockMask = ~kWholeBlock >> 10;  // of a block number, what ids keep of it
 
 struct AsyncCopy {
   char* destination;
@@ -29,7 +30,17 @@ struct AsyncCopy {
   std::uint32_t code;  // of its place
 };
 
-enum class Waiting { no, for_block, for_warp };
+// A plain read that no order separates from an atomic write: a race, unless the thread's next access
+// to the word is atomic, as in a loop around atomicCAS.
+struct Suspect {
+  std::uintptr_t address;  // 0: none
+  std::size_t bytes;
+  std::uint32_t code;
+  std::uint32_t other_thread;
+  std::uint32_t other_code;
+};
+
+enum class Waiting { no, for_block, for_warp, for_active };
 
 struct Thread {
   Context context;
@@ -49,6 +60,8 @@ struct Thread {
   std::uint32_t segment;           // Machine::clock at the thread's last synchronisation
   std::uint32_t known[kWarpSize];  // lane l's accesses stamped earlier happened before
   Knowledge acquired;
+  Suspect suspect;
+  unsigned active;                     // the answer to __activemask
   std::vector<AsyncCopy> copies;       // not yet waited for, in order
   std::vector<std::size_t> committed;  // ends of groups in `copies`
 };
@@ -65,7 +78,8 @@ struct WarpGroup {
 };
 
 struct Warp {
-  unsigned live;  // lanes that have not exited
+  unsigned live;         // lanes that have not exited
+  unsigned num_running;  // of them, those that wait for nobody
   std::vector<WarpGroup> groups;
 };
 
@@ -119,7 +133,7 @@ struct Machine {
   }
 };
 
-extern Machine machine;
+extern Machine& machine;  // on the heap, far from the variables of kernel files
 extern Thread* current;  // null outside of a kernel
 
 // scheduler.cpp
@@ -130,6 +144,7 @@ std::uint64_t draw();    // the next number of the launch's own random sequence
 
 // sync.cpp
 void leave_groups(Thread& thread);  // what the exit of a thread means for those who wait
+void check_suspect(Thread& thread);  // shadow.cpp: before anything that ends the thread's chance
 void advance(Thread& thread);       // start a new segment
 [[noreturn]] void report_deadlock();
 void acquire_and_release(std::uintptr_t atomic);
@@ -143,6 +158,7 @@ void say(const char* format, ...) __attribute__((format(printf, 1, 2)));
 std::uint64_t module_offset(const void* pc);
 ThreadPlace place_of(std::uint32_t thread_id);
 void name_other(std::uint32_t code);  // where the earlier access was, from code_of
+void name_here(std::uint32_t code);   // where the access to blame was
 
 // launch.cpp
 Index3 nth_block(std::uint64_t i);

@@ -62,7 +62,6 @@ long long distance(const ArgumentRange& range, std::uintptr_t address) {
       finding.is_write = 1;
       finish_finding();
     }
-    if (range.end == range.begin) continue;
     if (nearest == nullptr || distance(range, address) < distance(*nearest, address)) {
       nearest = &range;
     }
@@ -142,7 +141,7 @@ void prepare_memory() {
   if (shared_begin != 0) return;
   void* region = mmap(nullptr, 2 * kSharedPartBytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (region == MAP_FAILED) std::abort();
+  if (region == MAP_FAILED) no_memory("shared memory");
   shared_begin = reinterpret_cast<std::uintptr_t>(region);
   dl_iterate_phdr(add_segments, nullptr);
   prepare_shadow(shared_begin);
@@ -208,6 +207,13 @@ void describe(std::uintptr_t address) {
       machine.finding->argument = range.index;
       machine.finding->byte_offset = static_cast<long long>(address - range.begin);
       return;
+    }
+  }
+  for (int i = 0; i < num_segments; ++i) {
+    if (segments[i].begin <= address && address < segments[i].end) {
+      machine.finding->argument = kModuleVariable;
+      machine.finding->byte_offset =
+          static_cast<long long>(module_offset(reinterpret_cast<void*>(address)));
     }
   }
 }

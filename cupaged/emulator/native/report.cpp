@@ -61,6 +61,14 @@ void name_other(std::uint32_t code) {
   }
 }
 
+void name_here(std::uint32_t code) {
+  const Place place = machine.places[code & ~kPlaceCode];
+  machine.finding->line = place.line;
+  if (place.file != nullptr) {
+    std::snprintf(machine.finding->file, sizeof machine.finding->file, "%s", place.file);
+  }
+}
+
 ThreadPlace place_of(std::uint32_t thread_id) {
   const unsigned* size = machine.spec->block;
   const unsigned number = thread_id & (kMaxThreads - 1);
@@ -102,6 +110,12 @@ void trace() {
 void finish_finding() {
   trace();
   abandon();
+}
+
+void no_memory(const char* what) {
+  begin_finding(Kind::crash, {nullptr, 0});
+  say("the system gives no memory for %s", what);
+  siglongjmp(machine.crashed, 1);
 }
 
 void abandon() {

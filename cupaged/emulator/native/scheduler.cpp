@@ -6,7 +6,7 @@
 
 namespace emulator {
 
-Machine machine;
+Machine& machine = *new Machine();
 Thread* current = nullptr;
 
 std::uint64_t draw() {  // xorshift64*
@@ -36,6 +36,7 @@ static Thread* next_ready() {
 
 static void exit_thread(Thread& thread) {
   finish_async_copies(thread, thread.copies.size());
+  check_suspect(thread);
   thread.exited = true;
   --machine.num_live;
   leave_groups(thread);
@@ -99,6 +100,7 @@ void run_block() {
   for (unsigned warp = 0; warp * kWarpSize < machine.num_threads; ++warp) {
     const unsigned lanes = std::min(kWarpSize, machine.num_threads - warp * kWarpSize);
     machine.warps[warp].live = lanes == kWarpSize ? ~0u : (1u << lanes) - 1;
+    machine.warps[warp].num_running = lanes;
     machine.warps[warp].groups.clear();
   }
   for (unsigned number = 0; number < machine.num_threads; ++number) {
@@ -111,6 +113,7 @@ void run_block() {
     thread.waiting = Waiting::no;
     thread.segment = machine.clock;
     thread.acquired.clear();
+    thread.suspect.address = 0;
     thread.copies.clear();
     thread.committed.clear();
     make_ready(&thread);
@@ -129,6 +132,5 @@ Index3 grid_size() {
   return {machine.spec->grid[0], machine.spec->grid[1], machine.spec->grid[2]};
 }
 unsigned lane_id() { return current->lane; }
-unsigned live_lanes() { return machine.warps[current->warp].live; }
 
 }  // namespace emulator

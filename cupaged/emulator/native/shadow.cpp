@@ -35,7 +35,7 @@ template <class T>
 T* reserve(std::size_t count) {
   void* memory = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) std::abort();
+  if (memory == MAP_FAILED) no_memory("the history of shared memory");
   return static_cast<T*>(memory);
 }
 
@@ -46,7 +46,7 @@ bool knows(const Knowledge& knowledge, std::uint32_t key, std::uint32_t stamp) {
 
 bool acquired(const Record& record) {
   if (!machine.any_fence) return false;
-  const std::uint32_t block = kWholeBlock | record.thread >> 10;
+  const std::uint32_t block = kWholeBlock | (record.thread >> 10 & kBlockMask);
   for (const Knowledge* knowledge : {&current->acquired, &machine.block_acquired}) {
     if (knows(*knowledge, record.thread, record.stamp) || knows(*knowledge, block, record.stamp)) {
       return true;
@@ -82,6 +82,16 @@ bool ordered(const Record& record, std::uint32_t self) {
   finish_finding();
 }
 
+// Writes of others that are atomic may be read plainly by a loop around atomicCAS, see Suspect.
+void suspect(std::uintptr_t address, std::size_t bytes, const Record& mine, const Record& earlier) {
+  const Suspect& known = current->suspect;
+  if (known.code == mine.code && known.address <= address && address < known.address + known.bytes) {
+    return;  // another word of one access
+  }
+  check_suspect(*current);
+  current->suspect = {address, bytes, mine.code, earlier.thread, earlier.code};
+}
+
 [[noreturn]] void report_content(Kind kind, std::uintptr_t address, std::size_t bytes,
                                  Access access, const Record* other) {
   Finding& finding = begin_finding(kind, {nullptr, 0});
@@ -113,30 +123,40 @@ void remember_read(Cell& cell, const Record& mine) {
   }
 }
 
+// partly_written: the access covers a word of which some bytes are written: what is not may be the
+// padding of a structure that is copied whole.
 template <Space space>
-void touch(Cell& cell, std::uintptr_t address, std::size_t bytes, Access access,
-           const Record& mine) {
+void touch(Cell& cell, std::uintptr_t address, std::size_t bytes, Access access, Record mine,
+           bool partly_written) {
   const bool is_read = access == Access::read || access == Access::relaxed_read;
   if (space == Space::shared && access != Access::write) {
     if (cell.copied_block == machine.block_number) report_content(Kind::async_copy, address, bytes, access, &cell.write);
-    if (cell.block != machine.block_number) {
+    if (cell.block != machine.block_number && !partly_written) {
       report_content(Kind::uninitialized, address, bytes, access, nullptr);
     }
   }
   if (!(mine.relaxed && cell.write.relaxed) && !ordered<space>(cell.write, mine.thread)) {
-    report_race(address, bytes, access, cell.write, true);
+    if (access != Access::read || !cell.write.relaxed) {
+      report_race(address, bytes, access, cell.write, true);
+    }
+    suspect(address, bytes, mine, cell.write);
   }
   if (is_read) {
     remember_read<space>(cell, mine);
     return;
   }
-  for (const Record& read : cell.reads) {
+  for (Record& read : cell.reads) {
+    if (access == Access::atomic && read.thread == mine.thread) read.relaxed = 1;
     if (!(mine.relaxed && read.relaxed) && !ordered<space>(read, mine.thread)) {
       report_race(address, bytes, access, read, false);
     }
   }
   if (space == Space::shared && cell.copied_block == machine.block_number) {
     report_content(Kind::async_copy, address, bytes, access, &cell.write);
+  }
+  if (mine.relaxed && cell.write.thread == mine.thread && cell.write.stamp == mine.stamp &&
+      !cell.write.relaxed) {
+    mine = cell.write;  // its own plain write is still what others must be ordered with
   }
   cell.write = mine;
   if (space == Space::shared) cell.block = machine.block_number;
@@ -157,7 +177,7 @@ Word find_word(Space space, std::uintptr_t address, bool part) {
   if (last_page == nullptr || page_number != last_page_number) {
     Page*& page = global_pages[page_number];
     if (page == nullptr) page = static_cast<Page*>(std::calloc(1, sizeof(Page)));
-    if (page == nullptr) std::abort();
+    if (page == nullptr) no_memory("the history of global memory");
     last_page = page;
     last_page_number = page_number;
   }
@@ -165,12 +185,12 @@ Word find_word(Space space, std::uintptr_t address, bool part) {
   Cell*& bytes = last_page->bytes[number];
   if (part && bytes == nullptr) {
     bytes = static_cast<Cell*>(std::calloc(kWordBytes, sizeof(Cell)));
-    if (bytes == nullptr) std::abort();
+    if (bytes == nullptr) no_memory("the history of global memory");
   }
   return {&last_page->words[number], bytes};
 }
 
-// Calls visit(cell, address, bytes) for every cell that an access touches.
+// Calls visit(cell, address, partly_written) for every cell that an access touches.
 template <class Visit>
 void for_cells(Space space, std::uintptr_t address, std::size_t bytes, Visit visit) {
   const std::uintptr_t end = address + bytes;
@@ -184,9 +204,13 @@ void for_cells(Space space, std::uintptr_t address, std::size_t bytes, Visit vis
       found.word->split = true;
     }
     if (found.word->split) {
-      for (; address < stop; ++address) visit(found.bytes[address - word_begin], address);
+      bool partly = false;
+      for (std::size_t i = 0; i < kWordBytes && !part; ++i) {
+        partly |= found.bytes[i].block == machine.block_number;
+      }
+      for (; address < stop; ++address) visit(found.bytes[address - word_begin], address, partly);
     } else {
-      visit(*found.word, address);
+      visit(*found.word, address, false);
       address = stop;
     }
   }
@@ -225,24 +249,47 @@ void shadow_access(Space space, std::uintptr_t address, std::size_t bytes, Acces
                    std::uint32_t code) {
   const bool relaxed = access != Access::read && access != Access::write;
   const Record mine = {current->segment, machine.thread_id(*current), code, relaxed};
-  for_cells(space, address, bytes, [&](Cell& cell, std::uintptr_t at) {
+  const Suspect& earlier = current->suspect;
+  if (earlier.address != 0 && address < earlier.address + earlier.bytes &&
+      earlier.address < address + bytes) {
+    if (access != Access::atomic) check_suspect(*current);
+    current->suspect.address = 0;
+  }
+  for_cells(space, address, bytes, [&](Cell& cell, std::uintptr_t at, bool partly_written) {
     if (space == Space::shared) {
-      touch<Space::shared>(cell, at, bytes, access, mine);
+      touch<Space::shared>(cell, at, bytes, access, mine, partly_written);
     } else {
-      touch<Space::global>(cell, at, bytes, access, mine);
+      touch<Space::global>(cell, at, bytes, access, mine, partly_written);
     }
   });
+}
+
+void check_suspect(Thread& thread) {
+  const Suspect found = thread.suspect;
+  if (found.address == 0) return;
+  thread.suspect.address = 0;
+  current = &thread;
+  Finding& finding = begin_finding(Kind::race, {nullptr, 0});
+  describe(found.address);
+  finding.access_bytes = static_cast<int>(found.bytes);
+  finding.has_other = 1;
+  finding.other = place_of(found.other_thread);
+  finding.other_is_write = 1;
+  name_other(found.other_code);
+  finding.here_code = found.code & kPlaceCode ? 0 : found.code;
+  if (found.code & kPlaceCode) name_here(found.code);
+  finish_finding();
 }
 
 void shadow_begin_copy(std::uintptr_t address, std::size_t bytes, std::uint32_t code) {
   shadow_access(Space::shared, address, bytes, Access::write, code);
   for_cells(Space::shared, address, bytes,
-            [](Cell& cell, std::uintptr_t) { cell.copied_block = machine.block_number; });
+            [](Cell& cell, std::uintptr_t, bool) { cell.copied_block = machine.block_number; });
 }
 
 void shadow_end_copy(std::uintptr_t address, std::size_t bytes, std::uint32_t code) {
   for_cells(Space::shared, address, bytes,
-            [](Cell& cell, std::uintptr_t) { cell.copied_block = 0; });
+            [](Cell& cell, std::uintptr_t, bool) { cell.copied_block = 0; });
   shadow_access(Space::shared, address, bytes, Access::write, code);
 }
 

@@ -10,15 +10,58 @@ namespace emulator {
 void advance(Thread& thread) { thread.segment = ++machine.clock; }
 
 static void start_waiting(Waiting kind, const char* name, unsigned mask, Place place) {
+  check_suspect(*current);
+  --machine.warps[current->warp].num_running;
   current->waiting = kind;
   current->wait_name = name;
   current->wait_mask = mask;
   current->wait_place = place;
 }
 
-static void release(Thread& thread) {
+static void stop_waiting(Thread& thread) {
   thread.waiting = Waiting::no;
+  ++machine.warps[thread.warp].num_running;
+}
+
+static void release(Thread& thread) {
+  stop_waiting(thread);
   make_ready(&thread);
+}
+
+// ---- __activemask ----
+
+// When no lane of a warp runs any more, those that wait at one place for the mask have it.
+static void answer_active(unsigned warp_number) {
+  if (machine.warps[warp_number].num_running > 0) return;
+  Thread* threads = &machine.threads[warp_number * kWarpSize];
+  const unsigned live = machine.warps[warp_number].live;
+  Place place = {nullptr, 0};
+  unsigned active = 0;
+  for (unsigned lane = 0; lane < kWarpSize; ++lane) {
+    const Thread& thread = threads[lane];
+    if (!(live >> lane & 1) || thread.waiting != Waiting::for_active) continue;
+    if (active == 0) place = thread.wait_place;
+    if (thread.wait_place.line == place.line && thread.wait_place.file == place.file) {
+      active |= 1u << lane;
+    }
+  }
+  for (unsigned lane = 0; lane < kWarpSize; ++lane) {
+    if (!(active >> lane & 1)) continue;
+    threads[lane].active = active;
+    release(threads[lane]);
+  }
+}
+
+// Waits until others answer: the end of every wait of a fiber.
+static void wait_here() {
+  answer_active(current->warp);
+  wait_for_others();
+}
+
+unsigned active_lanes(Place place) {
+  start_waiting(Waiting::for_active, "__activemask", 0, place);
+  wait_here();
+  return current->active;
 }
 
 // ---- Barriers of the block ----
@@ -72,7 +115,7 @@ static void complete_barrier(Thread* last) {
       thread.acquired.clear();
     }
     if (&thread == last) {
-      thread.waiting = Waiting::no;
+      stop_waiting(thread);
     } else {
       release(thread);
     }
@@ -86,15 +129,14 @@ int block_barrier(const char* name, int predicate, Place place, BarrierOp op) {
   if (++machine.num_in_barrier == machine.num_live) {
     complete_barrier(current);
   } else {
-    wait_for_others();
+    wait_here();
   }
   return machine.barrier_result;
 }
 
 // ---- Warps ----
 
-static void order_lanes(Warp& warp, unsigned warp_number, unsigned lanes) {
-  (void)warp;
+static void order_lanes(unsigned warp_number, unsigned lanes) {
   Thread* threads = &machine.threads[warp_number * kWarpSize];
   std::uint32_t joined[kWarpSize] = {};
   Knowledge acquired;
@@ -121,7 +163,7 @@ static void complete_group(unsigned warp_number, std::size_t position, Thread* l
   const WarpGroup group = warp.groups[position];
   warp.groups.erase(warp.groups.begin() + static_cast<std::ptrdiff_t>(position));
   if (group.function == nullptr) {
-    order_lanes(warp, warp_number, group.arrived);
+    order_lanes(warp_number, group.arrived);
   } else {
     group.function(group.op, group.in, group.out, group.arrived);
   }
@@ -129,7 +171,7 @@ static void complete_group(unsigned warp_number, std::size_t position, Thread* l
     if (!(group.arrived >> lane & 1)) continue;
     Thread& thread = machine.threads[warp_number * kWarpSize + lane];
     if (&thread == last) {
-      thread.waiting = Waiting::no;
+      stop_waiting(thread);
     } else {
       release(thread);
     }
@@ -159,7 +201,7 @@ void warp_collective_erased(const char* name, unsigned mask, const void* in, voi
   if ((mask & warp.live & ~group.arrived) == 0) {
     complete_group(self.warp, position, &self);
   } else {
-    wait_for_others();
+    wait_here();
   }
 }
 
@@ -170,6 +212,7 @@ void warp_barrier(unsigned mask, Place place) {
 void leave_groups(Thread& thread) {
   Warp& warp = machine.warps[thread.warp];
   warp.live &= ~(1u << thread.lane);
+  --warp.num_running;
   for (std::size_t position = 0; position < warp.groups.size();) {
     const WarpGroup& group = warp.groups[position];
     if ((group.mask & warp.live & ~group.arrived) == 0) {
@@ -182,11 +225,13 @@ void leave_groups(Thread& thread) {
   if (machine.num_in_barrier > 0 && machine.num_in_barrier == machine.num_live) {
     complete_barrier(nullptr);
   }
+  answer_active(thread.warp);
 }
 
 // ---- Fences and atomics ----
 
 void fence() {
+  check_suspect(*current);
   current->fenced = true;
   machine.any_fence = true;
   advance(*current);
@@ -211,7 +256,7 @@ void acquire_and_release(std::uintptr_t atomic) {
   merge(published, machine.block_acquired);
   const std::uint32_t id = machine.thread_id(self);
   published[id] = std::max(published[id], self.segment);
-  std::uint32_t& block = published[kWholeBlock | machine.block_number];
+  std::uint32_t& block = published[kWholeBlock | (machine.block_number & kBlockMask)];
   block = std::max(block, machine.last_barrier);
   const std::uint32_t first_lane = id - self.lane;
   for (unsigned lane = 0; lane < kWarpSize; ++lane) {

@@ -71,8 +71,9 @@ Out warp_collective(const char* name, unsigned mask, const In& in, Op op, Place 
   return out;
 }
 
-// Lanes of the caller's warp that have not exited.
-unsigned live_lanes();
+// Lanes of the caller's warp that come to the same place: the caller waits until every other lane
+// has come there, waits elsewhere, or has exited. Any subset with the caller would be as right.
+unsigned active_lanes(Place place);
 
 // Checks of accesses that the compiler does not instrument. Nothing in plain mode.
 // place: of the call to blame; without it the innermost line outside of the emulator's headers.

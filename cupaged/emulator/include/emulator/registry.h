@@ -13,6 +13,40 @@
 
 namespace emulator {
 
+// CUDA's own vector types. A user's class is none, whatever its members are.
+template <class T>
+inline constexpr bool is_vector = false;
+
+#define EMULATOR_VECTOR(NAME)                       \
+  template <>                                       \
+  inline constexpr bool is_vector<NAME##1> = true;  \
+  template <>                                       \
+  inline constexpr bool is_vector<NAME##2> = true;  \
+  template <>                                       \
+  inline constexpr bool is_vector<NAME##3> = true;  \
+  template <>                                       \
+  inline constexpr bool is_vector<NAME##4> = true;
+
+EMULATOR_VECTOR(char)
+EMULATOR_VECTOR(uchar)
+EMULATOR_VECTOR(short)
+EMULATOR_VECTOR(ushort)
+EMULATOR_VECTOR(int)
+EMULATOR_VECTOR(uint)
+EMULATOR_VECTOR(long)
+EMULATOR_VECTOR(ulong)
+EMULATOR_VECTOR(longlong)
+EMULATOR_VECTOR(ulonglong)
+EMULATOR_VECTOR(float)
+EMULATOR_VECTOR(double)
+
+#undef EMULATOR_VECTOR
+
+template <>
+inline constexpr bool is_vector<__half2> = true;
+template <>
+inline constexpr bool is_vector<__nv_bfloat162> = true;
+
 // The scalar behind a type: that of its components for vectors, none for other classes.
 template <class T>
 constexpr Scalar scalar_of() {
@@ -24,7 +58,7 @@ constexpr Scalar scalar_of() {
   else if constexpr (std::is_same_v<U, bool>) return Scalar::boolean;
   else if constexpr (std::is_integral_v<U> || std::is_enum_v<U>)
     return std::is_signed_v<U> ? Scalar::signed_integer : Scalar::unsigned_integer;
-  else if constexpr (requires(U u) { u.x; }) return scalar_of<decltype(U::x)>();
+  else if constexpr (is_vector<U>) return scalar_of<decltype(U::x)>();
   else return Scalar::opaque;
 }
 
@@ -32,7 +66,7 @@ template <class T>
 constexpr int scalar_bytes() {
   using U = std::remove_cv_t<T>;
   if constexpr (scalar_of<U>() == Scalar::opaque) return sizeof(U);
-  else if constexpr (requires(U u) { u.x; }) return scalar_bytes<decltype(U::x)>();
+  else if constexpr (is_vector<U>) return scalar_bytes<decltype(U::x)>();
   else return sizeof(U);
 }
 

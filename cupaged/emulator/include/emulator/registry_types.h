@@ -47,8 +47,11 @@ struct ArgumentRange {
   int read_only;
 };
 
+struct StackRegion;
+
 struct LaunchSpec {
   const KernelInfo* kernel;
+  StackRegion* stacks;  // of the process; all zeros before its first use
   void* const* arguments;
   const ArgumentRange* ranges;
   int num_ranges;
@@ -68,10 +71,13 @@ struct ThreadPlace {
   unsigned thread[3];
 };
 
+// In place of an argument's index: byte_offset is the address of a variable within the module.
+constexpr int kModuleVariable = -2;
+
 // The first fault of a launch. Addresses are relative to the module, for symbolisation.
 struct Finding {
   int kind;
-  int argument;           // index, -1 if none
+  int argument;           // index, -1 if none, kModuleVariable
   long long byte_offset;  // within the argument or the shared variable
   int access_bytes;
   int element_bytes;      // of the shared variable
@@ -85,6 +91,7 @@ struct Finding {
   std::uint64_t other_pc;  // 0: other_file and other_line say where
   int other_line;
   char other_file[512];
+  std::uint64_t here_code;  // the place, if it is not where the launch stopped; 0: it is
   std::uint64_t pcs[24];  // innermost first
   int num_pcs;
   char file[512];

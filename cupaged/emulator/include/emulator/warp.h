@@ -138,9 +138,11 @@ inline int __all_sync(unsigned int mask, int predicate, emulator::Place place = 
   return static_cast<int>(emulator::warp_collective<unsigned>("__all_sync", mask, predicate,
                                                               emulator::AllVotes{}, place));
 }
-// A guess, as on the device: the lanes that have not exited, although some of them may be in
-// another branch. Masks should come from __ballot_sync, taken before the branch.
-inline unsigned int __activemask() { return emulator::live_lanes(); }
+// The lanes that come to the same call. A device may name fewer: masks should come from
+// __ballot_sync, taken before the branch.
+inline unsigned int __activemask(emulator::Place place = EMULATOR_HERE) {
+  return emulator::active_lanes(place);
+}
 
 // --- matches ---
 
