@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cupaged.config import EngineConfig, ModelConfig
+from cupaged.devices import MIB, Device, DeviceOptions, check_device, open_device
 from cupaged.engine.core import EngineCore
 from cupaged.engine.engine import Engine
 from cupaged.engine.runner import ModelRunner
@@ -21,9 +22,8 @@ from cupaged.engine.scheduling_policy import make_policy
 from cupaged.errors import CapacityError, ConfigError, NotSupportedError
 from cupaged.estimate import Limits, Shape, workspace_bytes
 from cupaged.loading.model_files import ModelFiles, load_model, open_model
-from cupaged.ops.blas import use_threads
-from cupaged.ops.numpy_ops import NumpyOps
-from cupaged.resources import Resources, kv_blocks_for, read_resources
+from cupaged.ops import BYTES_PER_ELEMENT
+from cupaged.resources import kv_blocks_for, read_resources
 
 _logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ DEVICE_BLOCK_SIZES = (8, 16, 32, 64, 128)
 NOT_BUILT = frozenset(
     {
         "served_model_name", "revision", "kv_cache_dtype", "quantization", "load_format",
-        "enforce_eager", "enable_prefix_caching", "gpu_memory_utilization",
+        "enforce_eager", "enable_prefix_caching",
         "enable_chunked_prefill", "stream_interval", "speculative_config",
         "tensor_parallel_size", "disable_log_stats", "swap_space",
         "preemption_mode",
@@ -51,15 +51,18 @@ class EngineArgs:
         model: a folder with config.json and safetensors, or a .gguf file; None for the installed
             SmolLM2-135M-Instruct.
         tokenizer: a folder whose tokenizer replaces the model's own.
-        device: "cpu", or "auto", which is the same in this version.
-        dtype: "float32", or "auto", which is the same on `cpu`.
+        device: "cpu"; "cuda", a GPU; "emulated", a GPU's kernels under checks on the processor; or
+            "auto", a GPU where there is one, else the processor.
+        dtype: "float32", "float16" or "bfloat16"; or "auto": float32 on `cpu`, else the model's own
+            type of 16 bits.
         seed: draws the seeds of requests that bring none.
         max_model_len: most tokens of a sequence; by default the model's own limit, and no more
             than its attention window.
         block_size: tokens of a KV block: 8, 16, 32, 64 or 128.
         num_gpu_blocks_override: KV blocks in the pool, whatever the memory (on any device).
         kv_cache_memory_bytes: bytes of the KV pool; by default what max_num_seqs sequences of
-            max_model_len tokens need, at most 40 % of the free memory.
+            max_model_len tokens need, at most 40 % of the free memory (all of a GPU's).
+        gpu_memory_utilization: share of a GPU's memory that the engine may take.
         max_num_seqs: most sequences that run at the same time.
         max_num_batched_tokens: most tokens that one step computes.
         watermark: share of the pool that admitting a sequence leaves free while others run.
@@ -84,6 +87,7 @@ class EngineArgs:
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.92
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     watermark: float = 0.01
@@ -96,8 +100,13 @@ class EngineArgs:
     generation_config: str = "auto"
 
     def __post_init__(self) -> None:
-        _choose("device", self.device, "cpu", not_built=("cuda", "emulated"))
-        _choose("dtype", self.dtype, "float32", not_built=("float16", "bfloat16", "half"))
+        check_device(self.device)
+        if self.dtype not in ("auto", *BYTES_PER_ELEMENT):
+            allowed = f"'auto' or one of {', '.join(BYTES_PER_ELEMENT)}"
+            raise ConfigError("dtype", self.dtype, allowed)
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ConfigError("gpu_memory_utilization", share, "a number > 0 and <= 1")
         make_policy(self.scheduling_policy)  # refuses an unknown one
         if self.generation_config not in GENERATION_CONFIGS:
             raise ConfigError("generation_config", self.generation_config, "'auto' or 'vllm'")
@@ -139,15 +148,27 @@ class EngineArgs:
     def build(self) -> Engine:
         """Open the model, size the pool, read the weights, start the engine."""
         files = open_model(self.model, tokenizer=self.tokenizer)
-        resources = read_resources()
-        available = resources.available_bytes
-        if files.weight_bytes > available:
+        device = open_device(
+            self.device,
+            DeviceOptions(
+                dtype=self.dtype,
+                stored_dtype=files.stored_dtype,
+                threads=self.threads,
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                resources=read_resources(),
+            ),
+        )
+        specs = files.model_class.kv_cache_specs(files.config, self.block_size, device.dtype)
+        device.check_attention(files.config.num_heads, specs)
+        weights = files.num_parameters * device.element_bytes
+        available = device.available_bytes
+        if weights > available:
             raise CapacityError(
-                "model weights in bytes", files.weight_bytes, f"at most {available} (free memory)"
+                "model weights in bytes", weights, f"at most {available} (free memory)"
             )
-        available -= files.weight_bytes
+        available -= weights
         length = self._max_model_len(files.config)
-        workspace = self._workspace_bytes(files, length)
+        workspace = self._workspace_bytes(files, length, device.element_bytes)
         if workspace > available:
             raise CapacityError(
                 "workspace in bytes",
@@ -156,15 +177,14 @@ class EngineArgs:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} "
                 f"or max_num_seqs={self.max_num_seqs}",
             )
-        config = self._engine_config(files, length, available - workspace)
-        threads = use_threads(self.threads, resources.cores)
-        ops = NumpyOps()
-        specs = files.model_class.kv_cache_specs(files.config, self.block_size, "float32")
-        model = load_model(files, ops, max_model_len=config.max_model_len)
-        policy = make_policy(self.scheduling_policy)
-        core = EngineCore(config, ModelRunner(model, specs, ops, config), policy=policy)
         bytes_per_block = sum(spec.bytes_per_block for spec in specs)
-        for line in _start_lines(files, config, resources, threads, bytes_per_block, workspace):
+        config = self._engine_config(
+            files, length, bytes_per_block, available - workspace, device.shares_memory
+        )
+        model = load_model(files, device.ops, max_model_len=config.max_model_len)
+        policy = make_policy(self.scheduling_policy)
+        core = EngineCore(config, ModelRunner(model, specs, device.ops, config), policy=policy)
+        for line in _start_lines(files, config, device, weights, bytes_per_block, workspace):
             _logger.info("%s", line)
         return Engine(
             core,
@@ -174,7 +194,7 @@ class EngineArgs:
             seed=self.seed,
         )
 
-    def _workspace_bytes(self, files: ModelFiles, length: int) -> int:
+    def _workspace_bytes(self, files: ModelFiles, length: int, element_bytes: int) -> int:
         """Memory of the largest step, and of the table of RoPE."""
         limits = Limits(
             max_model_len=length,
@@ -182,7 +202,7 @@ class EngineArgs:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
         )
-        return workspace_bytes(Shape.of(files.model_class, files.config), limits, 4)
+        return workspace_bytes(Shape.of(files.model_class, files.config), limits, element_bytes)
 
     def _max_model_len(self, model: ModelConfig) -> int:
         """Most tokens of a sequence: what was asked for, if the model can serve it."""
@@ -203,10 +223,18 @@ class EngineArgs:
             raise ConfigError("max_model_len", self.max_model_len, allowed)
         return self.max_model_len
 
-    def _engine_config(self, files: ModelFiles, length: int, available: int) -> EngineConfig:
-        specs = files.model_class.kv_cache_specs(files.config, self.block_size, "float32")
-        bytes_per_block = sum(spec.bytes_per_block for spec in specs)
+    def _engine_config(
+        self,
+        files: ModelFiles,
+        length: int,
+        bytes_per_block: int,
+        available: int,
+        shares_memory: bool,
+    ) -> EngineConfig:
         num_blocks = self.num_gpu_blocks_override
+        pool_bytes = self.kv_cache_memory_bytes
+        if pool_bytes is None and not shares_memory:
+            pool_bytes = available
         if num_blocks is None:
             num_blocks = kv_blocks_for(
                 bytes_per_block=bytes_per_block,
@@ -214,7 +242,7 @@ class EngineArgs:
                 max_model_len=length,
                 max_num_seqs=self.max_num_seqs,
                 available_bytes=available,
-                pool_bytes=self.kv_cache_memory_bytes,
+                pool_bytes=pool_bytes,
             )
             if num_blocks * bytes_per_block > available:
                 raise CapacityError(
@@ -246,31 +274,17 @@ class EngineArgs:
 def _start_lines(
     files: ModelFiles,
     config: EngineConfig,
-    resources: Resources,
-    threads: int,
+    device: Device,
+    weights: int,
     bytes_per_block: int,
     workspace: int,
 ) -> Iterator[str]:
     """What was found and what was taken, for the log."""
-    mib = 2**20
-    yield (
-        f"device cpu: {threads} BLAS threads, {resources.cores} cores "
-        f"(limited by {resources.cores_limited_by}), {resources.available_bytes / mib:.0f} of "
-        f"{resources.memory_bytes / mib:.0f} MiB free (limited by {resources.memory_limited_by})"
-    )
+    yield f"device {device.name}: {device.description}"
     tokens = config.num_blocks * config.block_size
     yield (
-        f"{files.path.name}: weights {files.weight_bytes / mib:.0f} MiB, KV pool "
-        f"{config.num_blocks * bytes_per_block / mib:.0f} MiB = {config.num_blocks} blocks of "
-        f"{config.block_size} = {tokens} tokens, workspace {workspace / mib:.0f} MiB; "
+        f"{files.path.name}: weights {weights / MIB:.0f} MiB, KV pool "
+        f"{config.num_blocks * bytes_per_block / MIB:.0f} MiB = {config.num_blocks} blocks of "
+        f"{config.block_size} = {tokens} tokens, workspace {workspace / MIB:.0f} MiB; "
         f"{tokens // config.max_model_len} requests of max_model_len={config.max_model_len} fit"
     )
-
-
-def _choose(name: str, value: object, built: str, *, not_built: tuple[str, ...]) -> None:
-    if value in not_built:
-        raise NotSupportedError(
-            f"{name}={value!r} is not supported in this version; use {built!r} or 'auto'"
-        )
-    if value not in ("auto", built):
-        raise ConfigError(name, value, f"'auto' or {built!r}")

@@ -6,7 +6,7 @@ draw. So prompts, chunks, batches and preemption go through the code that serves
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from cupaged.engine.core import EngineCore
 from cupaged.engine.runner import ModelRunner, Sampler
 from cupaged.engine.sampling_batch import SamplingBatch
 from cupaged.loading.model_files import ModelFiles, load_model, open_model
+from cupaged.ops import KVCacheSpec
+from cupaged.ops.cuda_ops import CudaOps
 from cupaged.ops.numpy_ops import NumpyOps
 from cupaged.request import CoreRequest
 from cupaged.sampling_params import SamplingParams
@@ -28,14 +30,19 @@ F32 = NDArray[np.float32]
 class RecordingSampler:
     """Keeps the logits that `draw` is shown. Requests are told apart by their seeds, 0, 1, 2 ..."""
 
-    def __init__(self, num_requests: int, draw: Sampler) -> None:
+    def __init__(
+        self, num_requests: int, draw: Sampler, to_host: Callable[[Any], F32] = np.array
+    ) -> None:
+        """`to_host` copies logits to the host."""
         self._draw = draw
+        self._to_host = to_host
         self._logits: list[dict[int, F32]] = [{} for _ in range(num_requests)]
 
-    def __call__(self, logits: F32, sampling: SamplingBatch) -> Any:
+    def __call__(self, logits: Any, sampling: SamplingBatch) -> Any:
+        shown = self._to_host(logits)
         for i, row in enumerate(sampling.logits_row):
             position = int(sampling.output_position[i])
-            self._logits[int(sampling.seed[i])][position] = logits[row].copy()
+            self._logits[int(sampling.seed[i])][position] = shown[row]
         return self._draw(logits, sampling)
 
     def logits_of(self, request: int) -> F32:
@@ -50,29 +57,46 @@ class ForcedSampler:
     def __init__(self, tokens: Sequence[Sequence[int]]) -> None:
         self._tokens = tokens
 
-    def __call__(self, logits: F32, sampling: SamplingBatch) -> NDArray[np.int32]:
+    def __call__(self, logits: Any, sampling: SamplingBatch) -> NDArray[np.int32]:
         drawn = zip(sampling.seed, sampling.output_position, strict=True)
         return np.array([self._tokens[int(seed)][int(i)] for seed, i in drawn], np.int32)
 
 
 class LoadedModel:
-    """A model and its weights, to be run under several engine configurations."""
+    """A model and its weights, to be run under several engine configurations.
 
-    def __init__(self, path: Path | None) -> None:
+    Args:
+        ops: of the device; by default those of `cpu`.
+    """
+
+    def __init__(self, path: Path | None, ops: NumpyOps | CudaOps | None = None) -> None:
         self.files: ModelFiles = open_model(path)
-        self.ops = NumpyOps()
+        self.ops: Any = ops or NumpyOps()
+        self.to_host: Callable[[Any], Any] = np.array
+        if isinstance(ops, CudaOps):
+            self.to_host = ops.runtime.to_host
         length = self.files.config.max_position_embeddings
         self.model: Any = load_model(self.files, self.ops, max_model_len=length)
 
     def core(self, *, sampler: Sampler | None = None, **limits: Any) -> EngineCore:
         """An engine core of its own KV pool. `limits` are fields of `EngineConfig`."""
+        config = self.config(**limits)
+        runner = ModelRunner(
+            self.model, self.kv_cache_specs(config), self.ops, config, sampler=sampler
+        )
+        return EngineCore(config, runner)
+
+    def config(self, **limits: Any) -> EngineConfig:
+        """A configuration for the model. `limits` are fields of it."""
         fields = {"num_blocks": 256, "max_model_len": 1024, **limits}
-        config = EngineConfig(vocab_size=self.files.config.vocab_size, **fields)
-        specs = self.files.model_class.kv_cache_specs(
+        return EngineConfig(vocab_size=self.files.config.vocab_size, **fields)
+
+    def kv_cache_specs(self, config: EngineConfig) -> list[KVCacheSpec]:
+        """What each layer keeps, in the ops' type."""
+        specs: list[KVCacheSpec] = self.files.model_class.kv_cache_specs(
             self.files.config, config.block_size, self.ops.dtype.name
         )
-        runner = ModelRunner(self.model, specs, self.ops, config, sampler=sampler)
-        return EngineCore(config, runner)
+        return specs
 
     def forced_logits(
         self, runs: Sequence[tuple[Sequence[int], Sequence[int]]], **limits: int
@@ -82,7 +106,9 @@ class LoadedModel:
         Args:
             runs: prompt ids and the tokens to draw after them.
         """
-        sampler = RecordingSampler(len(runs), ForcedSampler([forced for _, forced in runs]))
+        sampler = RecordingSampler(
+            len(runs), ForcedSampler([forced for _, forced in runs]), self.to_host
+        )
         core = self.core(sampler=sampler, **limits)
         for i, (prompt, forced) in enumerate(runs):
             params = SamplingParams(temperature=0, max_tokens=len(forced), ignore_eos=True)

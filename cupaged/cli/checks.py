@@ -103,16 +103,9 @@ def check_products() -> Iterator[Finding]:
 
 def check_devices() -> Iterator[Finding]:
     """Which devices this version was built for."""
-    from cupaged.engine_args import EngineArgs
-    from cupaged.errors import NotSupportedError
+    from cupaged.devices import DEVICES
 
-    built = ["cpu"]
-    try:
-        EngineArgs(device="cuda")
-        built.append("cuda")
-    except NotSupportedError:
-        pass
-    yield Finding("devices", f"{', '.join(built)} (in this version)")
+    yield Finding("devices", f"{', '.join(DEVICES)} (in this version)")
 
 
 def _requirements() -> list[tuple[str, str]]:

@@ -78,8 +78,18 @@ _OFF: dict[str, Any] = {"action": "store_const", "const": False}
 ENGINE = {
     "model and device": (
         Option("--tokenizer", "folder whose tokenizer replaces the model's", {"metavar": "PATH"}),
-        Option("--device", "auto or cpu (default: auto)", _NAME),
-        Option("--dtype", "auto or float32 (default: auto)", _NAME),
+        Option(
+            "--device",
+            "cuda, cpu, emulated (a GPU's kernels under checks, slow), or auto: cuda where there "
+            "is a GPU, else cpu (default: auto)",
+            _NAME,
+        ),
+        Option(
+            "--dtype",
+            "float32, float16, bfloat16, or auto: float32 on cpu, else the model's own type of 16 "
+            "bits (default: auto)",
+            _NAME,
+        ),
         Option("--max-model-len", "tokens of a sequence (default: the model's own limit)", _INT),
         Option(
             "--generation-config",
@@ -92,9 +102,14 @@ ENGINE = {
     "KV memory": (
         Option("--block-size", "tokens of a block: 8, 16, 32, 64 or 128 (default: 16)", _INT),
         Option(
+            "--gpu-memory-utilization",
+            "share of a GPU's memory that may be taken (default: 0.92)",
+            _FLOAT,
+        ),
+        Option(
             "--kv-cache-memory-bytes",
             "of the pool, also as 512MiB or 2GiB (default: what max-num-seqs sequences need, at "
-            "most 40 %% of the free memory)",
+            "most 40 %% of the free memory, or all that may be taken of a GPU's)",
             {"type": size_in_bytes, "metavar": "SIZE"},
         ),
         Option("--num-gpu-blocks-override", "blocks of the pool, whatever the memory", _INT),

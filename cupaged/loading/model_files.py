@@ -54,7 +54,7 @@ class ModelFiles:
 
     eos_token_ids: from the generation configuration, else the model's, and the tokenizer's.
     generation_defaults: fields of `SamplingParams` that the model's authors recommend.
-    weight_bytes: memory that the float32 weights take.
+    stored_dtype: the type that the configuration names, "" if none.
     """
 
     path: Path
@@ -66,11 +66,12 @@ class ModelFiles:
     reader: TensorReader
     model_class: Any
     entries: tuple[WeightEntry, ...]
+    stored_dtype: str
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights as float32."""
-        return 4 * sum(entry.num_elements for entry in self.entries)
+    def num_parameters(self) -> int:
+        """Numbers in the weights. A tied head counts once."""
+        return sum(entry.num_elements for entry in self.entries)
 
 
 def find_model(model: str | Path | None) -> Path:
@@ -134,6 +135,7 @@ def open_model(model: str | Path | None, *, tokenizer: str | Path | None = None)
         reader=reader,
         model_class=model_class,
         entries=entries,
+        stored_dtype=str(hf.get("dtype") or hf.get("torch_dtype") or ""),
     )
 
 

@@ -39,9 +39,13 @@ WHOLE, HEAD, REST = 0, 1, 2  # kinds of items, as in the kernel
 _WARPS = 4
 _SHARED_UNIT = 128  # shared memory of a block is given out in these,
 _RESERVED_SHARED = 1024  # and each block needs this besides, which the largest block leaves free
-_MAX_ACCUMULATORS = 16  # tiles of 16 x 8 results of a warp that fit in registers, twice
+# Tiles of 16 x 8 results of a warp that fit in registers, twice, by bytes of a number: products of
+# float32 take more of them besides.
+_MAX_ACCUMULATORS = {2: 16, 4: 8}
 _MOST_SLOTS = 4
-_FIXED_COST = 4  # of an item, in the unit of `_tile_cost`: its first loads wait for nothing else
+# Estimates, in the unit of `_Tiles.kv_tile_cost`:
+_FIXED_COST = 4  # of an item, whose first loads nothing hides
+_MERGE_COST = 6  # of another launch; what it saves must be more
 
 IntArray = NDArray[np.int64]
 
@@ -79,10 +83,10 @@ def choose_variant(head_dim: int, itemsize: int, max_shared_bytes: int) -> Atten
         max_shared_bytes: most shared memory of a block.
 
     Raises:
-        BadValueError: no variant fits; the smallest takes 86 KiB.
+        BadValueError: no variant fits. Every head_dim has one of 85 KiB or less.
     """
     dim_tiles = -(-head_dim // (8 * _WARPS))
-    row_tiles = [r for r in (4, 2, 1) if r * dim_tiles <= _MAX_ACCUMULATORS]
+    row_tiles = [r for r in (4, 2, 1) if r * dim_tiles <= _MAX_ACCUMULATORS[itemsize]]
     for rows, blocks in product(row_tiles, (2, 1)):
         for slots in range(_MOST_SLOTS, 1, -1):
             shared = _shared_bytes(head_dim, itemsize, rows, slots)
@@ -152,13 +156,9 @@ class _Tiles:
     num_rows: IntArray
     first_kv_tile: IntArray
     num_kv_tiles: IntArray
+    kv_tile_cost: IntArray  # of one tile of keys: 2 for the loads, 1 for 16 rows (estimate)
     first_split: IntArray
     end_split: IntArray
-
-    @property
-    def kv_tile_cost(self) -> IntArray:
-        """Of one tile of keys: two parts for the loads, one for each tile of 16 rows (estimate)."""
-        return 2 + (self.num_rows + 15) // 16
 
     @property
     def cost(self) -> IntArray:
@@ -185,20 +185,26 @@ def plan_work(
         max_partial_rows: rows that the workspace has.
         window: positions that a token sees, with its own; 0 is all.
     """
-    group = num_q_heads // num_kv_heads
-    tiles = _tile(
-        query_start, context_len, group, num_kv_heads, rows_per_tile, kv_tile(head_dim), window
-    )
-    positions = kv_tile(head_dim)
-    num_splits = tiles.end_split - tiles.first_split
-    divisible = np.ones(len(num_splits), np.bool_)
-    plan = _assemble(tiles, _cut(tiles, divisible, positions, num_blocks), query_start, group)
-    if plan.num_partial_rows > max_partial_rows:
-        worst = tiles.num_rows * num_splits
-        order = np.argsort(worst, kind="stable")
-        divisible[order] = np.cumsum(worst[order]) <= max_partial_rows
-        plan = _assemble(tiles, _cut(tiles, divisible, positions, num_blocks), query_start, group)
-    return plan
+    group, positions = num_q_heads // num_kv_heads, kv_tile(head_dim)
+    tiles = _tile(query_start, context_len, group, num_kv_heads, rows_per_tile, positions, window)
+    if not len(tiles.sequence):
+        nothing = np.zeros((0, 8), np.int32)
+        return WorkPlan(np.zeros(num_blocks + 1, np.int32), nothing, nothing[:, :4], 0)
+    none = np.zeros(len(tiles.sequence), np.bool_)
+    whole = _cut(tiles, none, positions, num_blocks)
+    items = _cut(tiles, ~none, positions, num_blocks)
+    if items.partial_rows.sum() > max_partial_rows:  # leave those whole that would take the most
+        taken = np.bincount(items.tile, items.partial_rows, len(none))
+        order = np.argsort(taken, kind="stable")
+        divisible = none.copy()
+        divisible[order] = np.cumsum(taken[order]) <= max_partial_rows
+        items = _cut(tiles, divisible, positions, num_blocks)
+    if (
+        _largest_share(tiles, whole, positions) - _largest_share(tiles, items, positions)
+        <= _MERGE_COST
+    ):
+        items = whole
+    return _write_plan(tiles, items, query_start, num_q_heads, group)
 
 
 def _tile(
@@ -210,7 +216,7 @@ def _tile(
     positions: int,
     window: int,
 ) -> _Tiles:
-    num_new: IntArray = np.diff(query_start.astype(np.int64))
+    num_new = (query_start[1:] - query_start[:-1]).astype(np.int64)
     tiles_of = -(-num_new * group // rows_per_tile)  # of a sequence and KV head
     sequence: IntArray = np.repeat(np.arange(len(num_new)), tiles_of * num_kv_heads)
     start = np.cumsum(tiles_of * num_kv_heads) - tiles_of * num_kv_heads
@@ -230,76 +236,96 @@ def _tile(
         num_rows=num_rows,
         first_kv_tile=first_kv_tile,
         num_kv_tiles=-(-end // positions) - first_kv_tile,
+        kv_tile_cost=2 + (num_rows + 15) // 16,
         first_split=begin // SPLIT,
         end_split=-(-end // SPLIT),
     )
 
 
-def _cut(
-    tiles: _Tiles, divisible: NDArray[np.bool_], positions: int, num_blocks: int
-) -> tuple[IntArray, IntArray]:
-    """Where the blocks' shares begin, but for the first: tile, and split in it.
+@dataclass(frozen=True, slots=True)
+class _Items:
+    """Parts of tiles of work, in order. All int64 [num_items], but block_work [num_blocks + 1]."""
 
-    Each is the nearest place to its part of the whole cost at which a cut may be.
-    """
+    tile: IntArray
+    first_split: IntArray
+    end_split: IntArray
+    kind: IntArray
+    partial_rows: IntArray
+    block_work: IntArray
+
+
+def _cut(tiles: _Tiles, divisible: NDArray[np.bool_], positions: int, num_blocks: int) -> _Items:
+    """Cut the blocks' shares, each at the place where a cut may be that is nearest to its due."""
     cost = tiles.cost
     ends = np.cumsum(cost)
-    if not len(ends):
-        return np.zeros(num_blocks - 1, np.int64), np.zeros(num_blocks - 1, np.int64)
-    target = ends[-1] * np.arange(1, num_blocks) // num_blocks
-    tile = np.searchsorted(ends, target, side="right")
-    before = target - (ends - cost)[tile]
+    due = ends[-1] * np.arange(1, num_blocks) // num_blocks
+    tile = np.searchsorted(ends, due, side="right")
+    before = due - (ends - cost)[tile]
     at = (tiles.first_kv_tile[tile] + before / tiles.kv_tile_cost[tile]) * positions
-    split = np.rint(at / SPLIT).astype(np.int64)
-    edge = np.where(2 * before < cost[tile], tiles.first_split[tile], tiles.end_split[tile])
-    split = np.where(divisible[tile], split, edge)
+    nearer = np.where(2 * before < cost[tile], tiles.first_split[tile], tiles.end_split[tile])
+    split = np.where(divisible[tile], np.rint(at / SPLIT).astype(np.int64), nearer)
     split = np.clip(split, tiles.first_split[tile], tiles.end_split[tile])
-    moved = split == tiles.end_split[tile]
-    tile = tile + moved
-    return tile, np.where(moved, np.append(tiles.first_split, 0)[tile], split)
+    is_end = split == tiles.end_split[tile]
+    radix = int(tiles.end_split.max()) + 1  # an edge is tile * radix + split
+    edges = np.arange(len(ends) + 1) * radix + np.append(tiles.first_split, 0)  # of tiles
+    cuts = np.where(is_end, edges[tile + 1], tile * radix + split)
+    within = np.unique(cuts[~is_end & (cuts != edges[tile])])
+    edges = np.insert(edges[:-1], np.searchsorted(edges, within), within)
+    return _between(tiles, edges, cuts, radix)
 
 
-def _assemble(
-    tiles: _Tiles,
-    cuts: tuple[IntArray, IntArray],
-    query_start: NDArray[np.int32],
-    group: int,
-) -> WorkPlan:
-    """Items between the edges of tiles and the cuts, and the rows that are merged afterwards."""
-    num_tiles = len(tiles.sequence)
-    radix = int(tiles.end_split.max(initial=0)) + 1  # an edge is tile * radix + split
-    cut_edges = cuts[0] * radix + cuts[1]
-    tile_edges = np.arange(num_tiles) * radix + tiles.first_split
-    edges = np.union1d(tile_edges, cut_edges[cuts[0] < num_tiles])
-    block_work = np.concatenate([[0], np.searchsorted(edges, cut_edges), [len(edges)]])
-
+def _between(tiles: _Tiles, edges: IntArray, cuts: IntArray, radix: int) -> _Items:
+    """The items that begin at `edges`; the shares begin at `cuts`, which are edges too."""
     tile, first_split = np.divmod(edges, radix)
     is_first = first_split == tiles.first_split[tile]
-    is_last = np.append(is_first[1:], np.ones(min(1, len(edges)), np.bool_))
-    end_split = np.where(is_last, tiles.end_split[tile], np.append(first_split[1:], 0)[: len(tile)])
+    is_last = np.append(is_first, True)[1:]
+    end_split = np.where(is_last, tiles.end_split[tile], np.append(first_split, 0)[1:])
     kind = np.where(is_first, np.where(is_last, WHOLE, HEAD), REST)
-    num_partial = np.choose(kind, [0 * end_split, 1 + 0 * end_split, end_split - first_split])
-    partial_rows = num_partial * tiles.num_rows[tile]
-    partial_row = np.cumsum(partial_rows) - partial_rows
+    results = np.where(kind == REST, end_split - first_split, kind)  # HEAD is 1: one result
+    return _Items(
+        tile=tile,
+        first_split=first_split,
+        end_split=end_split,
+        kind=kind,
+        partial_rows=results * tiles.num_rows[tile],
+        block_work=np.concatenate([[0], np.searchsorted(edges, cuts), [len(edges)]]),
+    )
+
+
+def _largest_share(tiles: _Tiles, items: _Items, positions: int) -> int:
+    """Cost of the block that has the most to do."""
+    of, per_split = items.tile, SPLIT // positions
+    behind = (tiles.first_kv_tile + tiles.num_kv_tiles)[of]
+    first = np.maximum(items.first_split * per_split, tiles.first_kv_tile[of])
+    num_kv_tiles = np.minimum(items.end_split * per_split, behind) - first
+    ends = np.cumsum(num_kv_tiles * tiles.kv_tile_cost[of] + _FIXED_COST)
+    return int(np.diff(np.append(0, ends)[items.block_work]).max())
+
+
+def _write_plan(
+    tiles: _Tiles, items: _Items, query_start: NDArray[np.int32], num_q_heads: int, group: int
+) -> WorkPlan:
+    """The items as the kernel reads them, and the rows that are merged afterwards."""
+    tile = items.tile
+    partial_row = np.cumsum(items.partial_rows) - items.partial_rows
     columns = (
         tiles.sequence[tile], tiles.kv_head[tile], tiles.first_row[tile], tiles.num_rows[tile],
-        first_split, end_split, partial_row, kind,
+        items.first_split, items.end_split, partial_row, items.kind,
     )  # fmt: skip
 
-    divided = np.flatnonzero(kind == HEAD)
+    divided = np.flatnonzero(items.kind == HEAD)
     of = tile[divided]
-    parts = 1 + tiles.end_split[of] - end_split[divided]
+    parts = 1 + tiles.end_split[of] - items.end_split[divided]
     rows = tiles.num_rows[of]
-    entry = np.repeat(np.arange(len(of)), rows)
+    entry = np.repeat(np.arange(len(of)), rows)  # of each row that is merged
     row = np.arange(len(entry)) - (np.cumsum(rows) - rows)[entry]
     token, head = np.divmod(tiles.first_row[of][entry] + row, group)
-    num_q_heads = (int(tiles.kv_head.max(initial=0)) + 1) * group
     out_row = (query_start[tiles.sequence[of]][entry] + token) * num_q_heads
     out_row += tiles.kv_head[of][entry] * group + head
     merged = (out_row, partial_row[divided][entry] + row, rows[entry], parts[entry])
     return WorkPlan(
-        block_work=block_work.astype(np.int32),
+        block_work=items.block_work.astype(np.int32),
         work=np.stack(columns, axis=-1).astype(np.int32),
         merge_rows=np.stack(merged, axis=-1).astype(np.int32),
-        num_partial_rows=int(partial_rows.sum()),
+        num_partial_rows=int(items.partial_rows.sum()),
     )

@@ -331,6 +331,7 @@ def _check_blocks(
     begin = np.zeros(len(num_new), np.int64)
     if shape.window:
         begin = np.maximum(begin, batch.context_len.astype(np.int64) - num_new - shape.window + 1)
+    table = table[:, : -(-longest // shape.block_size)]
     column = np.arange(table.shape[1])
     read = column >= (begin // shape.block_size)[:, None]
     read &= column < -(-batch.context_len // shape.block_size)[:, None]

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.ops.launch_checks import LaunchChecks, OperandError
-from cupaged.ops.launch_shapes import row_threads
+from cupaged.ops.launch_shapes import PACK_BYTES, row_threads
 from cupaged.runtime.dtypes import kernel_dtype, storage_dtype
 from cupaged.runtime.protocol import Array, Kernel, Runtime
 
@@ -27,27 +28,31 @@ __all__ = [
     "choose_launch",
     "chunk_columns",
     "padded_columns",
+    "padded_rows",
     "workspace_bytes",
 ]
 
-_GRANULE = 64  # columns; GRANULE in gemm.cuh
+_GRANULE = 64  # columns; in packed_weight.cuh
+_BLOCK_ROWS = 16  # in packed_weight.cuh
 _MIN_CHUNK = 256
 _MAX_CHUNKS = 64
 _FEATURES = 64  # of a tile of the kernels for few tokens
-# Blocks that such a launch should have at least where the weight is large enough: about four on each
+# Blocks that such a launch should have where the weight is large enough: about four on each
 # multiprocessor of a large GPU. A constant, because the order of summation follows from it.
 _BLOCKS = 512
 _MAX_FEW_TOKENS = 64  # from here on reading the weight once more costs more than computing
 _MAX_COLUMNS = 1 << 22
 _MAX_FEATURES = 1 << 30
 _PACKING_BYTES = 16 << 20  # of float32 numbers that are packed at a time
+_PACKING_THREADS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class CudaWeight:
     """A weight on the device.
 
-    matrix: storage type [out_features, padded_columns(in_features)], zeros beyond in_features.
+    matrix: storage type [padded_rows(out_features), padded_columns(in_features)], in the layout of
+        `cuda/packed_weight.cuh`.
     bias: float32 [out_features], or None. chunk: columns of a chunk of the sum.
     """
 
@@ -100,8 +105,13 @@ _TILE_KERNELS = (
 _ONE_CHUNK_KERNEL = _TileKernel("gemm_tiles_256", 256, 128, 256, 98304, 1.0)
 
 
+def padded_rows(out_features: int) -> int:
+    """Rows of a packed weight: a multiple of 16."""
+    return _ceil(out_features, _BLOCK_ROWS) * _BLOCK_ROWS
+
+
 def padded_columns(in_features: int) -> int:
-    """Columns of a packed weight: a multiple of 64, so that rows begin at multiples of 128 bytes."""
+    """Columns of a packed weight: a multiple of 64."""
     return _ceil(in_features, _GRANULE) * _GRANULE
 
 
@@ -117,6 +127,7 @@ def chunk_columns(out_features: int, in_features: int) -> int:
     return max(_MIN_CHUNK, chunk)
 
 
+@lru_cache(maxsize=1024)
 def choose_launch(
     num_tokens: int, out_features: int, in_features: int, dtype: str, multiprocessors: int
 ) -> GemmLaunch:
@@ -127,7 +138,8 @@ def choose_launch(
     if dtype == "float32":
         tiles = _ceil(out_features, 64) * _ceil(num_tokens, 64)
         return GemmLaunch("gemm_f32.cu", "gemm_f32_tiles", (tiles,), 128)
-    kernels = (*_TILE_KERNELS, _ONE_CHUNK_KERNEL) if chunks == 1 else _TILE_KERNELS
+    fits_one_chunk_kernel = chunks == 1 and in_features % 8 == 0
+    kernels = (*_TILE_KERNELS, _ONE_CHUNK_KERNEL) if fits_one_chunk_kernel else _TILE_KERNELS
 
     def tiles_of(kernel: _TileKernel) -> int:
         return _ceil(out_features, kernel.features) * _ceil(num_tokens, kernel.tokens)
@@ -172,9 +184,7 @@ def _few_tokens(num_tokens: int, out_features: int, chunks: int, dtype: str) -> 
     )
 
 
-def _workspace(
-    max_tokens: int, shapes: Iterable[tuple[int, int]], dtype: str
-) -> tuple[int, int]:
+def _workspace(max_tokens: int, shapes: Iterable[tuple[int, int]], dtype: str) -> tuple[int, int]:
     """Floats and tickets: the largest that any number of tokens takes; more tokens never less."""
     floats, tickets = 1, 1  # a kernel's parameters are never null
     for out_features, in_features in shapes:
@@ -200,7 +210,6 @@ class CudaGemm:
         self.dtype = storage_dtype(dtype)
         self._check = LaunchChecks(runtime)
         self._kernels: dict[tuple[str, str, bool, bool], Kernel] = {}
-        self._launches: dict[tuple[int, int, int], GemmLaunch] = {}
         self._needed = (1, 1)  # floats and tickets for all weights packed so far
         self._partial: Array = None
         self._tickets: Array = None
@@ -221,7 +230,7 @@ class CudaGemm:
         if out_features > _MAX_FEATURES or in_features > _MAX_COLUMNS:
             allowed = f"at most {_MAX_FEATURES} x {_MAX_COLUMNS}"
             raise OperandError(f"{op}: weight", list(weight.shape), allowed)
-        if bias is not None and (bias.shape, bias.dtype) != ((out_features,), np.float32):
+        if bias is not None and (bias.shape != (out_features,) or bias.dtype != np.float32):
             found = f"{bias.dtype} {list(bias.shape)}"
             raise OperandError(f"{op}: bias", found, f"float32 [{out_features}]")
         packed = CudaWeight(
@@ -236,17 +245,33 @@ class CudaGemm:
         return packed
 
     def _packed(self, weight: NDArray[np.float32]) -> Array:
+        """Part by part: up as float32, then rounded and laid out by a kernel."""
         out_features, in_features = weight.shape
-        columns = padded_columns(in_features)
-        matrix = self.runtime.empty((out_features, columns), self.dtype)
-        rows = max(1, min(out_features, _PACKING_BYTES // (4 * columns)))
-        some = np.zeros((rows, columns), self.dtype)
-        for start in range(0, out_features, rows):
-            count = min(rows, out_features - start)
-            with np.errstate(over="ignore"):  # what float16 does not hold becomes inf
-                some[:count, :in_features] = weight[start : start + count]
-            self.runtime.copy_to_device(matrix[start : start + count], some[:count])
-        return matrix
+        rows, columns = padded_rows(out_features), padded_columns(in_features)
+        packed = self.runtime.empty((rows, columns), self.dtype)
+        part_rows = _BLOCK_ROWS * max(1, _PACKING_BYTES // (4 * in_features * _BLOCK_ROWS))
+        part_rows = min(part_rows, rows)
+        staging = self.runtime.empty((part_rows * in_features,), np.float32)
+        kernel = self.packing_kernel()
+        for start in range(0, rows, part_rows):
+            part = np.ascontiguousarray(weight[start : start + part_rows])
+            to = packed[start : start + part_rows]
+            self.runtime.copy_to_device(staging[: part.size], part.reshape(-1))
+            sizes = (to.shape[0], columns, part.shape[0], in_features)
+            blocks = _ceil(to.nbytes, PACK_BYTES * _PACKING_THREADS)
+            args = (to, staging[: part.size], *(np.int32(size) for size in sizes))
+            self.runtime.launch(kernel, (blocks,), (_PACKING_THREADS,), args)
+        self.runtime.stream.synchronize()  # before the staging memory goes
+        return packed
+
+    def packing_kernel(self) -> Kernel:
+        """What lays weights out: the first kernel that a model needs.
+
+        Raises:
+            CupagedError: the runtime cannot compile it, and why.
+        """
+        define = {"DTYPE": kernel_dtype(self.dtype)}
+        return self.runtime.load_kernel("gemm_pack.cu", "pack_weight", define)
 
     def reserve(self) -> int:
         """Allocate the workspace for all weights packed so far; its bytes.
@@ -274,7 +299,8 @@ class CudaGemm:
         out_dtype = np.dtype(np.float32) if out.dtype == np.float32 else self.dtype
         self._check.array(op, "out", out, (num_tokens, features), out_dtype)
         padded = padded_columns(columns)
-        self._check.array(op, "weight", weight.matrix, (features, padded), self.dtype)
+        packed_shape = (padded_rows(features), padded)
+        self._check.array(op, "weight", weight.matrix, packed_shape, self.dtype)
         read = {"x": x, "weight": weight.matrix}
         if weight.bias is not None:
             self._check.array(op, "bias", weight.bias, (features,), np.dtype(np.float32))
@@ -282,7 +308,8 @@ class CudaGemm:
         self._check.apart(op, {"out": out}, read)
         if not num_tokens:
             return
-        launch = self._launch(num_tokens, features, columns)
+        multiprocessors = self.runtime.properties.multiprocessors
+        launch = choose_launch(num_tokens, features, columns, self.dtype.name, multiprocessors)
         args = [out]
         if launch.has_workspace:
             self.reserve()
@@ -309,7 +336,7 @@ class CudaGemm:
         self._check.array(op, "out", out, (num_tokens, hidden), self.dtype)
         self._check.array(op, "token_ids", token_ids, (num_tokens,), np.dtype(np.int32))
         stride = padded_columns(hidden)
-        self._check.array(op, "table", table.matrix, (vocab_size, stride), self.dtype)
+        self._check.array(op, "table", table.matrix, (padded_rows(vocab_size), stride), self.dtype)
         self._check.apart(op, {"out": out}, {"token_ids": token_ids, "table": table.matrix})
         if not num_tokens:
             return
@@ -319,13 +346,6 @@ class CudaGemm:
         threads = row_threads(hidden, self.dtype.itemsize)
         args = (out, token_ids, table.matrix, *sizes)
         self.runtime.launch(kernel, (num_tokens,), (threads,), args)
-
-    def _launch(self, num_tokens: int, out_features: int, in_features: int) -> GemmLaunch:
-        multiprocessors = self.runtime.properties.multiprocessors
-        key = (num_tokens, out_features, in_features)
-        if key not in self._launches:
-            self._launches[key] = choose_launch(*key, self.dtype.name, multiprocessors)
-        return self._launches[key]
 
     def _kernel(self, launch: GemmLaunch, out_dtype: np.dtype[Any], has_bias: bool) -> Kernel:
         key = (launch.file, launch.kernel, out_dtype == self.dtype, has_bias)

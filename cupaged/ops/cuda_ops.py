@@ -14,7 +14,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cupaged.engine.batch import Batch
+from cupaged.engine.sampling_batch import SamplingBatch
 from cupaged.ops import KVCache, KVCacheSpec
+from cupaged.ops.cuda_attention import CudaAttention
+from cupaged.ops.cuda_gemm import CudaGemm, CudaWeight
+from cupaged.ops.cuda_sampling import CudaSampling
 from cupaged.ops.cuda_step import CudaStep, upload_step
 from cupaged.ops.launch_checks import LaunchChecks, OperandError
 from cupaged.ops.launch_shapes import PACK_BYTES, norm_threads, row_threads, shared_row
@@ -52,8 +56,19 @@ class CudaOps:
         self._index_staging = StagingBuffer(runtime, _STAGING_BYTES >> 4)
         self._kernels: dict[tuple[Any, ...], Kernel] = {}
         self._max_blocks = runtime.properties.multiprocessors * _BLOCKS_PER_MULTIPROCESSOR
+        self._gemm = CudaGemm(runtime, dtype)
+        self._attention = CudaAttention(runtime, dtype)
+        self._sampling = CudaSampling(runtime)
 
     # ---- memory and weights ----------------------------------------------------------------------
+
+    def check_compiler(self) -> None:
+        """Load the first kernel that a model needs, so that what is missing shows at once.
+
+        Raises:
+            CupagedError: kernels cannot be compiled, and why.
+        """
+        self._gemm.packing_kernel()
 
     def empty(self, shape: Shape, dtype: DTypeLike) -> Array:
         """An uninitialised array."""
@@ -83,6 +98,12 @@ class CudaOps:
         is_integer = host.dtype.kind in "iub"
         return self.runtime.from_host(host if is_integer else host.astype(self.dtype, copy=False))
 
+    def pack_weight(
+        self, weight: NDArray[np.float32], bias: NDArray[np.float32] | None = None
+    ) -> CudaWeight:
+        """On the device, in the storage type and the layout that the products read."""
+        return self._gemm.pack_weight(weight, bias)
+
     def rotary_table(
         self, inverse_frequencies: NDArray[np.float64], max_positions: int, scale: float = 1.0
     ) -> Array:
@@ -99,7 +120,8 @@ class CudaOps:
 
     def copy_blocks(self, caches: Sequence[KVCache], copies: NDArray[np.int32]) -> None:
         """Whole blocks, one launch a layer. copies: int32 [n, 2] on the host."""
-        op, n = "copy_blocks", len(copies)
+        op = "copy_blocks"
+        n = self._check.length(op, "copies", copies, ndim=2)
         num_blocks = min((len(cache.k) for cache in caches), default=0)
         self._check.host_indices(op, "copies", copies, (n, 2), num_blocks)
         sources, destinations = copies[:, 0], copies[:, 1]
@@ -128,14 +150,17 @@ class CudaOps:
 
     def scatter_blocks(self, cache: Array, staging: Array, blocks: NDArray[np.int32]) -> None:
         """cache[blocks[i]] = staging[i]; no block twice. Otherwise as `gather_blocks`."""
-        if len(np.unique(blocks)) != len(blocks):
-            raise OperandError("scatter_blocks: blocks", blocks.tolist(), "without a block twice")
-        self._move_blocks("scatter_blocks", staging, cache, blocks)
+        op = "scatter_blocks"
+        n = self._check.length(op, "blocks", blocks)
+        self._check.host_int32(op, "blocks", blocks, (n,))
+        if len(np.unique(blocks)) != n:
+            raise OperandError(f"{op}: blocks", blocks.tolist(), "without a block twice")
+        self._move_blocks(op, staging, cache, blocks)
 
     def _move_blocks(
         self, op: str, staging: Array, cache: Array, blocks: NDArray[np.int32]
     ) -> None:
-        n = len(blocks)
+        n = self._check.length(op, "blocks", blocks)
         self._check.on_device(op, "cache", cache)
         self._check.array(op, "cache", cache, cache.shape, self.dtype)
         self._check.array(op, "staging", staging, (n, *cache.shape[1:]), self.dtype)
@@ -154,21 +179,13 @@ class CudaOps:
 
     # ---- rows ------------------------------------------------------------------------------------
 
-    def embedding(self, out: Array, token_ids: Array, table: Array) -> None:
-        """Rows of the table; ids outside it are clipped. table: [vocab, hidden]."""
-        op = "embedding"
-        vocab_size, hidden = self._check.matrix(op, "table", table, self.dtype)
-        self._check.on_device(op, "token_ids", token_ids)
-        n = token_ids.size
-        self._check.array(op, "token_ids", token_ids, (n,), np.dtype(np.int32))
-        self._check.array(op, "out", out, (n, hidden), self.dtype)
-        self._check.apart(op, {"out": out}, {"token_ids": token_ids, "table": table})
-        if not vocab_size:
-            raise OperandError(f"{op}: rows of table", vocab_size, "1 or more")
-        if n:
-            args = (out, token_ids, table, np.int32(vocab_size), np.int32(hidden))
-            threads = row_threads(hidden, self.dtype.itemsize)
-            self.runtime.launch(self._kernel("embedding.cu", op), (n,), (threads,), args)
+    def embedding(self, out: Array, token_ids: Array, table: CudaWeight) -> None:
+        """Rows of a packed weight; ids outside it are clipped."""
+        self._gemm.embedding(out, token_ids, table)
+
+    def linear(self, out: Array, x: Array, weight: CudaWeight) -> None:
+        """See `CudaGemm`."""
+        self._gemm.linear(out, x, weight)
 
     def gather_rows(self, out: Array, x: Array, rows: Array | NDArray[np.int32]) -> None:
         """Rows of x, of any of the storage types; numbers outside are clipped.
@@ -179,7 +196,7 @@ class CudaOps:
         self._check.on_device(op, "x", x)
         dtype = x.dtype
         num_rows, size = self._check.matrix(op, "x", x, dtype)
-        n = len(rows)
+        n = self._check.length(op, "rows", rows)
         self._check.array(op, "out", out, (n, size), dtype)
         if not num_rows and n:
             raise OperandError(f"{op}: rows of x", num_rows, "1 or more")
@@ -314,8 +331,26 @@ class CudaOps:
         threads = row_threads((q_heads + kv_heads) * rotary_dim // 2, self.dtype.itemsize)
         self.runtime.launch(kernel, (n,), (threads,), args)
 
+    def paged_attention(
+        self, step: CudaStep, out: Array, qkv: Array, cache: KVCache, scale: float
+    ) -> None:
+        """See `CudaAttention`."""
+        self._attention.paged_attention(step, out, qkv, cache, scale)
+
     def all_reduce(self, x: Array) -> None:
         """One device: nothing to add."""
+
+    # ---- logits ----------------------------------------------------------------------------------
+
+    def sample(self, logits: Array, sampling: SamplingBatch) -> NDArray[np.int32]:
+        """See `CudaSampling`. Waits for the step, and brings the tokens down."""
+        return self.runtime.to_host(self._sampling.sample(logits, sampling))
+
+    def logprobs(
+        self, logits: Array, token_ids: NDArray[np.int32], count: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]:
+        """See `CudaSampling`. Waits."""
+        return self._sampling.logprobs(logits, token_ids, count)
 
     # ---- launches --------------------------------------------------------------------------------
 

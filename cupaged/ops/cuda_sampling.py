@@ -1,8 +1,8 @@
 """Sampling as launches of the kernels in `cuda/`: edits, draws, log probabilities.
 
 The counterpart of `numpy_sampling` on a runtime. Everything that a step's draws need goes up in one
-copy, everything is launched on the runtime's stream, and nothing waits: tokens and log probabilities
-stay on the device until somebody downloads them. It draws nothing itself.
+copy, everything is launched on the runtime's stream, and nothing waits: tokens and log
+probabilities stay on the device until somebody downloads them. It draws nothing itself.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ __all__ = ["CudaSampling", "DeviceLogprobs", "likely_distance", "row_block"]
 
 _STAGING_BYTES = 1 << 16  # grows where a step needs more
 _OUTPUT_BYTES = 1 << 12  # likewise
-_MAX_ROW_THREADS = 512  # of a block that works on a row of logits
+_MAX_ROW_THREADS = 384  # of a block that works on a row of logits: two fit by their registers
 _EDIT_THREADS = 256
+_NO_WEIGHT_LOST = 2.0**-54  # the largest d whose exp(-d) still rounds to 1
 _LOGITS = np.dtype(np.float32)
 _INT32 = np.dtype(np.int32)
 
@@ -199,7 +200,7 @@ def likely_distance(min_p: NDArray[np.float32]) -> NDArray[np.float32]:
     """
     with np.errstate(divide="ignore"):
         middle = -np.log(min_p.astype(np.float64))
-    nearest = middle.clip(0).astype(np.float32)
+    nearest = middle.clip(_NO_WEIGHT_LOST).astype(np.float32)
     distance = np.nextafter(nearest, np.float32(0))
     for candidate in (nearest, np.nextafter(nearest, np.float32(np.inf))):
         fits = np.exp(-candidate.astype(np.float64)) >= min_p
@@ -207,9 +208,7 @@ def likely_distance(min_p: NDArray[np.float32]) -> NDArray[np.float32]:
     return distance.astype(np.float32)
 
 
-def _columns(
-    sampling: SamplingBatch, force: bool
-) -> dict[str, tuple[NDArray[Any], np.dtype[Any]]]:
+def _columns(sampling: SamplingBatch, force: bool) -> dict[str, tuple[NDArray[Any], np.dtype[Any]]]:
     """The arrays of the draws as the kernel takes them, and their types."""
     none = np.full(len(sampling.logits_row), -1, np.int32)
     return {

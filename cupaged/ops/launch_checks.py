@@ -7,7 +7,7 @@ element and start no work on the device.
 
 from __future__ import annotations
 
-import math
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ __all__ = ["ALIGNMENT_BYTES", "LaunchChecks", "OperandError"]
 
 ALIGNMENT_BYTES = 16  # the widest load of a kernel
 _MAX_INT32 = 2**31 - 1
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 class OperandError(BadValueError):
@@ -78,6 +79,18 @@ class LaunchChecks:
         self.int32(op, f"columns of {name}", columns)
         return rows, columns
 
+    def length(self, op: str, name: str, array: Array | NDArray[Any], ndim: int = 1) -> int:
+        """The first length of an array on the host or on the device.
+
+        Raises:
+            OperandError: it is no array, or of another number of dimensions.
+        """
+        is_array = self._runtime.is_device_array(array) or isinstance(array, np.ndarray)
+        if not is_array or array.ndim != ndim:
+            allowed = "an array of " + ("one dimension" if ndim == 1 else f"{ndim} dimensions")
+            raise OperandError(f"{op}: {name}", _described(array), allowed)
+        return len(array)
+
     def apart(self, op: str, written: dict[str, Array], read: dict[str, Array]) -> None:
         """No array that is written overlaps another. All are contiguous.
 
@@ -132,9 +145,9 @@ class LaunchChecks:
         """The eps of a norm as a kernel's float.
 
         Raises:
-            OperandError: it is negative or not a number.
+            OperandError: it is negative, no number, or too large for a float.
         """
-        if not (math.isfinite(value) and value >= 0):
+        if not (isinstance(value, Real) and 0 <= value <= _MAX_FLOAT32):
             raise OperandError(f"{op}: eps", value, "a number, 0 or more")
         return np.float32(value)
 

@@ -219,11 +219,15 @@ def test_estimate_for_this_machine_agrees_with_the_engine(cupaged: Inline, cli_m
     args = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "32")
     found = json.loads(cupaged("estimate", cli_model, *args, "--json").out)
     options = EngineArgs(
-        model=cli_model, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=32
+        model=cli_model,
+        device="cpu",
+        max_model_len=256,
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
     )
     files = open_model(cli_model)
-    assert found["weight_bytes"] == files.weight_bytes
-    assert found["workspace_bytes"] == options._workspace_bytes(files, 256)
+    assert found["weight_bytes"] == 4 * files.num_parameters
+    assert found["workspace_bytes"] == options._workspace_bytes(files, 256, 4)
     config = options.build().core.config
     assert (found["num_blocks"], found["num_requests"]) == (config.num_blocks, 4)
     files.reader.close()

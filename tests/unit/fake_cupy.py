@@ -7,11 +7,17 @@ down in `calls`; copies really copy, and launches read their arguments as the dr
 from __future__ import annotations
 
 import ctypes
-from types import ModuleType
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
+
+from cupaged.runtime import cupy_runtime
 
 
 class CUDARuntimeError(RuntimeError):
@@ -102,6 +108,16 @@ def make(gpu: FakeGpu) -> ModuleType:
     for name, part in (("cuda", _cuda(gpu)), ("ndarray", NdArray), ("RawModule", _raw_module(gpu))):
         setattr(cupy, name, part)
     return cupy
+
+
+def install(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """Let `import cupy` give it, and kernels be "compiled" to nothing."""
+    cupy = make(gpu)
+    cupy.__spec__ = ModuleSpec("cupy", None)  # as of an installed module
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    compiled = SimpleNamespace(path=Path("/no.cubin"))
+    monkeypatch.setattr(cupy_runtime, "compile_kernel", lambda *_: compiled)
+    return gpu
 
 
 def _raw_module(gpu: FakeGpu) -> type:

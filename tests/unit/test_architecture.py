@@ -32,7 +32,7 @@ LAYERS = (
     ("cupaged.engine.runner", "cupaged.engine.hash_runner"),
     ("cupaged.engine.core",),
     ("cupaged.engine",),
-    ("cupaged.estimate", "cupaged.engine_args"),
+    ("cupaged.estimate", "cupaged.devices", "cupaged.engine_args"),
     ("cupaged.llm",),
     ("cupaged.cli",),
     ("cupaged.__main__", "cupaged.examples"),

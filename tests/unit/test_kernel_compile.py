@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from cupaged.errors import BadValueError, NotSupportedError
+from cupaged.ops.attention_plan import choose_variant
 from cupaged.runtime import kernels
 from cupaged.runtime.errors import (
     CompilerUnavailableError,
@@ -29,23 +31,50 @@ from cupaged.runtime.kernels import (
     nvrtc_version,
     toolkit_headers,
 )
+from cupaged.runtime.machine_code import LIMITS
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = ("f32", "f16", "bf16")
 KERNELS = {
     "activation.cu": ["silu_mul", "gelu_mul", "gelu", "relu"],
     "embedding.cu": ["embedding"],
+    "embedding_packed.cu": ["embedding_packed"],
     "gather_rows.cu": ["gather_rows"],
+    "gemm_f32.cu": ["gemm_f32_rows", "gemm_f32_tiles"],
+    "gemm_pack.cu": ["pack_weight"],
+    "gemm_rows.cu": ["gemm_rows_8", "gemm_rows_16", "gemm_rows_32"],
+    "gemm_tiles.cu": ["gemm_tiles_64", "gemm_tiles_128", "gemm_tiles_256"],
     "kv_cache.cu": ["copy_blocks", "gather_blocks", "scatter_blocks"],
+    "logits_edits.cu": [
+        "add_bias", "penalize", "subtract", "save_allowed", "forbid_rows", "restore_allowed", "ban"
+    ],
+    "logits_logprobs.cu": ["logprobs"],
     "norm.cu": ["rms_norm", "add_rms_norm", "layer_norm"],
+    "paged_attention.cu": ["paged_attention", "merge_attention_splits"],
     "rope.cu": ["rope_and_cache"],
-}
+    "sampling.cu": ["sample"],
+}  # fmt: skip
 ROPE = {"HEAD_DIM": 64, "BLOCK_SIZE": 16}
 # A block of each file's largest size has to fit: 65,536 registers in pieces of 8 a thread.
-MOST_REGISTERS = {"norm.cu": 64}
+MOST_REGISTERS = {"norm.cu": 64, "sampling.cu": 80, "logits_logprobs.cu": 80}
+# Static shared memory of a block: a sum a warp, a ticket, tiles of numbers, histograms.
+SHARED_BYTES = {
+    "rms_norm": 128, "add_rms_norm": 128, "layer_norm": 256,
+    "gemm_rows_8": 4, "gemm_rows_16": 4, "gemm_rows_32": 4,
+    "gemm_f32_rows": 11280, "gemm_f32_tiles": 17408, "sample": 35752, "logprobs": 35220,
+}  # fmt: skip
 VARIANTS = [
     (variant["file"], variant["defines"])
     for variant in tomllib.loads((ROOT / "cuda" / "variants.toml").read_text())["variant"]
+]
+
+# What the normal run compiles; all of it for all GPUs takes minutes.
+SECONDS_EACH = ("gemm_rows.cu", "gemm_tiles.cu", "logits_logprobs.cu", "paged_attention.cu",
+                "sampling.cu")  # fmt: skip
+USUAL = [
+    (file, defines, arch)
+    for (file, defines), arch in itertools.product(VARIANTS, ("sm_80", "sm_90"))
+    if arch == "sm_90" or file not in SECONDS_EACH
 ]
 
 
@@ -112,8 +141,23 @@ def test_kernels_in_comments_do_not_count(tmp_path: Path) -> None:
 def test_variants_are_few_and_cover_every_file_and_storage_type() -> None:
     assert len(VARIANTS) <= 30
     assert len({(file, *sorted(defines.items())) for file, defines in VARIANTS}) == len(VARIANTS)
-    covered = {(file, defines["DTYPE"]) for file, defines in VARIANTS}
-    assert covered == {(file, dtype) for file in KERNELS for dtype in DTYPES}
+    covered: dict[str, set[str | None]] = {file: set() for file in KERNELS}
+    for file, defines in VARIANTS:
+        covered[file].add(defines.get("DTYPE"))
+    for file, dtypes in covered.items():
+        if file.startswith(("logits", "sampling")):  # logits are float32, whatever is stored
+            assert dtypes == {None}, file
+        else:
+            assert ("f32" if file == "gemm_f32.cu" else "bf16") in dtypes <= set(DTYPES), file
+
+
+def test_variants_of_attention_are_those_that_are_launched() -> None:
+    """For a head_dim of 64 and of 128, at the shared memory of the GPUs in data centres."""
+    listed = [defines for file, defines in VARIANTS if file == "paged_attention.cu"]
+    for head_dim, arch in itertools.product((64, 128), ("sm_80", "sm_90", "sm_100")):
+        variant = choose_variant(head_dim, 2, LIMITS[arch].block_shared_bytes)
+        sizes = {"HEAD_DIM": head_dim, "ROW_TILES": variant.row_tiles, "SLOTS": variant.slots}
+        assert {"DTYPE": "bf16", "BLOCK_SIZE": 16, **sizes} in listed, arch
 
 
 # What is refused before a compiler is looked for.
@@ -182,12 +226,11 @@ def check_compiles(file: str, defines: dict[str, str | int], arch: str) -> None:
     for name, used in compiled.resources.items():
         assert used.spill_store_bytes == used.spill_load_bytes == used.stack_bytes == 0, name
         assert used.registers <= MOST_REGISTERS.get(file, 255), name
-        assert used.shared_bytes == {"layer_norm": 256}.get(name, 128 if "norm" in name else 0)
+        assert used.shared_bytes == SHARED_BYTES.get(name, 0), name
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize(("file", "defines"), VARIANTS)
+@pytest.mark.parametrize(("file", "defines", "arch"), USUAL)
 def test_variants_compile_without_spills(file: str, defines: dict[str, Any], arch: str) -> None:
     check_compiles(file, defines, arch)
 

@@ -242,7 +242,7 @@ def no_allocation(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def weight_bytes(folder: Path) -> int:
-    return open_model(folder).weight_bytes
+    return 4 * open_model(folder).num_parameters
 
 
 def set_free_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -273,7 +273,7 @@ def test_weights_that_do_not_fit(
     assert needed > 1.9 * (folder / "model.safetensors").stat().st_size
     set_free_memory(no_allocation, needed + spare)
     with pytest.raises(CapacityError) as caught:
-        EngineArgs(model=folder).build()
+        EngineArgs(model=folder, device="cpu").build()
     assert caught.value.name == name
 
 
@@ -283,17 +283,17 @@ def test_pools_that_do_not_fit(folder: Path, no_allocation: pytest.MonkeyPatch) 
     needed = weight_bytes(folder) + WORKSPACE
     set_free_memory(no_allocation, needed + free)
     with pytest.raises(CapacityError, match=r"override must be at most 100 .* got 101"):
-        EngineArgs(model=folder, num_gpu_blocks_override=101).build()
+        EngineArgs(model=folder, device="cpu", num_gpu_blocks_override=101).build()
     with pytest.raises(CapacityError, match=rf"kv_cache_memory_bytes must be at most {free} "):
-        EngineArgs(model=folder, kv_cache_memory_bytes=free * 2).build()
+        EngineArgs(model=folder, device="cpu", kv_cache_memory_bytes=free * 2).build()
     with pytest.raises(CapacityError, match=r"max_model_len must be at most 160: .* 10 blocks"):
-        EngineArgs(model=folder, kv_cache_memory_bytes=free // 10).build()
+        EngineArgs(model=folder, device="cpu", kv_cache_memory_bytes=free // 10).build()
     with pytest.raises(CapacityError, match=r"max_model_len must be at most 640: .* 40 blocks"):
-        EngineArgs(model=folder).build()  # 40 % of what is free
+        EngineArgs(model=folder, device="cpu").build()  # 40 % of what is free
     with pytest.raises(ConfigError, match=r"max_model_len must be at most .* 1024, got 1025"):
-        EngineArgs(model=folder, max_model_len=1025).build()
+        EngineArgs(model=folder, device="cpu", max_model_len=1025).build()
     no_allocation.undo()
     set_free_memory(no_allocation, needed + free)
-    assert EngineArgs(model=folder, num_gpu_blocks_override=100).build().core.config.num_blocks
-    engine = EngineArgs(model=folder, max_model_len=640, max_num_seqs=1).build()
+    assert EngineArgs(model=folder, device="cpu", num_gpu_blocks_override=100).build().core.config.num_blocks
+    engine = EngineArgs(model=folder, device="cpu", max_model_len=640, max_num_seqs=1).build()
     assert engine.core.config.num_blocks == 40

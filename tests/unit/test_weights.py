@@ -100,11 +100,11 @@ def test_every_tensor_is_in_its_place(
     assert not loaded and not source
 
 
-def test_weight_bytes_are_those_of_the_arrays(tmp_path: Path) -> None:
+def test_the_parameters_are_the_numbers_of_the_arrays(tmp_path: Path) -> None:
     for spec in (TINY, TINY_WIDE_HEAD):
         files = open_model(write_hf_folder(tmp_path / spec.name, spec, dtype="float16"))
-        expected = sum(array.nbytes for array in hf_weights(spec).values())
-        assert files.weight_bytes == expected
+        expected = sum(array.size for array in hf_weights(spec).values())
+        assert files.num_parameters == expected
 
 
 def test_shard_axes() -> None:
