@@ -25,8 +25,8 @@ def gpu() -> CuPyRuntime | str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every test that takes a `runtime` runs on each device there is."""
-    if "runtime" in metafunc.fixturenames:
+    """Every test that takes this `runtime`, not one of its own, runs on each device there is."""
+    if "runtime" in metafunc.fixturenames and not hasattr(metafunc.module, "runtime"):
         devices = ["emulated"] if isinstance(gpu(), str) else ["emulated", "cuda"]
         metafunc.parametrize("runtime", devices, indirect=True, scope="session")
 
