@@ -74,12 +74,16 @@ class BuildOptions:
         return flags
 
 
+_REWRITERS = ("source", "preprocessed", "shared_declarations", "unsupported")
+
+
 @functools.cache
 def _own_digest() -> str:
     """Of the emulator's headers and runtime, and of what rewrites the source."""
     digest = hashlib.sha256()
     own = Path(__file__).parent
-    files = [*INCLUDE_DIR.rglob("*"), *NATIVE_DIR.iterdir(), own / "source.py"]
+    rewriters = [own / f"{name}.py" for name in _REWRITERS]
+    files = [*INCLUDE_DIR.rglob("*"), *NATIVE_DIR.iterdir(), *rewriters]
     for file in sorted(file for file in files if file.is_file()):
         digest.update(f"{file.name}\0".encode())
         digest.update(file.read_bytes())

@@ -8,7 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cupaged.emulator import CompileError, EmulatedModule, LaunchError, OutOfBoundsError
+from cupaged.emulator import (
+    CompileError,
+    EmulatedModule,
+    LaunchError,
+    OutOfBoundsError,
+)
 from cupaged.errors import NotSupportedError
 
 
@@ -31,6 +36,14 @@ DECLARATIONS = [
     ("__shared__ unsigned long long s;", "s", 8),
     ("__shared__ struct { int a; float b; } s;", "s.b", 8),
     ("SHARED(float, s, 5);", "s[4]", 20),
+    ("__shared__ struct { float a[32]; alignas(16) float b[32]; } s;", "s.b[31]", 256),
+    ("__shared__ union Bits { float f[8]; int i[8]; } s;", "s.f[7]", 32),
+    ("__shared__ struct S { int a; } t, s[3];", "s[2].a", 12),
+    ("__shared__ float s[32], *q;", "s[31]", 128),
+    ("__shared__ float *q, s;", "s", 4),
+    ("__shared__ float (*q)[4], s[2];", "s[1]", 8),
+    ("__shared__ float s[64 >> 1], t;", "s[31]", 128),
+    ("__shared__ float s[1 < 2 ? 3 : 4], t[2];", "t[1]", 8),
 ]
 
 
@@ -201,7 +214,7 @@ def test_a_file_that_does_not_compile(tmp_path: Path, source: str, line: int, me
     ("source", "message"),
     [
         ('__global__ void f() {\n  asm volatile("nop;");\n}\n', r"kernel.cu:2: .*inline assembly"),
-        ("__global__ void f() {\n\n  f<<<1, 1>>>();\n}\n", r"kernel.cu:3: .*launch a kernel from"),
+        ("__global__ void f() {\n\n  f<<<1, 1>>>();\n}\n", r"kernel.cu:3: .*from Python only"),
         ("#include <mma.h>\n", "the emulator has no .*ptx"),
         ("#include <curand_kernel.h>\n", "the emulator has no .*"),
     ],
@@ -220,3 +233,117 @@ def test_assembly_behind_the_macro_is_fine(tmp_path: Path) -> None:
     out = np.zeros(1, np.int32)
     module.get_function("f")((1,), (1,), (out,))
     assert out[0] == 3
+
+
+REVERSE = (
+    "  s[threadIdx.x] = threadIdx.x; __syncthreads();\n  out[threadIdx.x] = s[31 - threadIdx.x];\n"
+)
+GAP = "// a comment\n" * 80
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'extern "C" __global__ void f(float* out) {\n#pragma nv_diag_suppress 177\n'
+        "  __shared__ float s[32];\n" + REVERSE + "}\n",
+        '#define QUIET _Pragma("nv_diag_suppress 177")\n'
+        'extern "C" __global__ void f(float* out) {\n'
+        "  int i = threadIdx.x; QUIET __shared__ float s[32]; i = 0;\n" + REVERSE + "}\n",
+        '#pragma nv_exec_check_disable\nextern "C" __global__ void f(float* out) {\n'
+        '  __shared__ float s[32]; int n = 0;\n  _Pragma("unroll") for (int i = 0; i < 4; ++i) {\n'
+        "    n += i; }\n" + REVERSE + "}\n",
+        'extern "C"\n' + GAP + "__global__ void f(float* out) {\n  __shared__ float\n" + GAP
+        + "s[32];\n" + REVERSE + "}\n",
+        'extern "C" __global__ void f(float* out) {\n  extern __shared__ char dynamic[];\n'
+        "  float* s = reinterpret_cast<float*>(&dynamic);\n" + REVERSE + "}\n",
+        "extern __shared__ float s[];\nextern __shared__ float s[];\n"
+        'extern "C" __global__ void f(float* out) {\n' + REVERSE + "}\n",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_shared_array_wherever_it_is_declared(tmp_path: Path, source: str, fault: bool) -> None:
+    source = source.replace("31 -", "32 -") if fault else source
+    kernel = compiled(tmp_path, source, global_races=True).get_function("f")
+    out = np.zeros(32, np.float32)
+    if not fault:
+        kernel((1,), (32,), (out,), shared_mem=128)
+        assert out.tolist() == list(range(31, -1, -1))
+        return
+    message = "index 32 of an|bytes 128 to 131 of shared|element 32"
+    with pytest.raises(OutOfBoundsError, match=message) as found:
+        kernel((1,), (32,), (out,), shared_mem=128)
+    assert found.value.line == 1 + source[: source.index("out[threadIdx.x] = ")].count("\n")
+
+
+def test_a_shared_variable_outside_of_functions_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotSupportedError, match=r"kernel\.cu:2: .*inside the kernel, passed on"):
+        compiled(tmp_path, "\n__shared__ float s[64];\n__global__ void f() { s[0] = 1; }\n")
+
+
+@pytest.mark.parametrize(
+    ("declaration", "message"),
+    [
+        ("__shared__ float s = 1;", "kernel.cu:2: .*cannot have an initialiser"),
+        ("__shared__ [4];", "kernel.cu:2: .*cannot read"),
+        ("__shared__ s;", "kernel.cu:2: .*without a type"),
+    ],
+)
+def test_a_wrong_shared_declaration(tmp_path: Path, declaration: str, message: str) -> None:
+    with pytest.raises(CompileError, match=message):
+        compiled(tmp_path, f"__global__ void f() {{\n  {declaration}\n}}\n")
+
+
+def test_launch_bounds_of_templates(tmp_path: Path) -> None:
+    names = ("fixed<int>", "n::each<float, 32>", "n::each<float,(1 > 0 ? 96 : 1)>", "n::each<int>")
+    module = compiled(
+        tmp_path,
+        "template <class T> __global__ void __launch_bounds__(128) fixed(T* out) {}\n"
+        "namespace n {\ntemplate <class T, int N = 16>\n__global__ void each(T* out);\n"
+        "constexpr int WARP = 2;\ntemplate <class T, int N>\n"
+        "__launch_bounds__(N < 4 ? 1 : N * WARP, 2) __global__ void each(T* out) {\n"
+        "  out[threadIdx.x] = 1;\n}\n}\n"
+        "template __global__ void fixed<int>(int*);\n",
+        name_expressions=names,
+    )
+    bounds = [module.get_function(name).max_threads_per_block for name in names]
+    assert bounds == [128, 64, 192, 32]
+    with pytest.raises(OutOfBoundsError) as found:
+        module.get_function(names[1])((1,), (64,), (np.zeros(63, np.float32),))
+    assert found.value.line == 8
+
+
+@pytest.mark.parametrize(
+    ("line", "nearest"),
+    [
+        ("__cluster_dims__(2, 1, 1) __global__ void f() {}", "blocks that stand alone"),
+        ("__managed__ int counter;", "a __device__ variable"),
+        ("__device__ int* f() { return (int*)malloc(4); }", "an array passed as an argument"),
+        ("__device__ int* f() { return new int[2]; }", "an array passed as an argument"),
+        ("__device__ void f(int* p) { free(p); }", "an array passed as an argument"),
+        ("__device__ void f(int* p) { delete[] p; }", "an array passed as an argument"),
+        ("texture<float> table;", "__ldg"),
+        ("__global__ void f(cudaTextureObject_t t) {}", "__ldg"),
+        ("__device__ float f(int t) { return tex1Dfetch<float>(t, 0); }", "__ldg"),
+        ("#include <thrust/device_vector.h>", "CuPy"),
+    ],
+)
+def test_the_nearest_thing_is_named(tmp_path: Path, line: str, nearest: str) -> None:
+    where = "" if "#" in line else r"kernel\.cu:2: "
+    with pytest.raises(NotSupportedError, match=f"{where}the emulator has no .*{nearest}"):
+        compiled(tmp_path, f"#include <cuda_runtime.h>\n{line}\n")
+
+
+def test_names_of_the_file_are_no_cuda_functions(tmp_path: Path) -> None:
+    module = compiled(
+        tmp_path,
+        "#include <new>\nstruct Pool {\n  int size;\n  Pool() = default;\n"
+        "  Pool(Pool&&) = delete;\n"
+        "  __device__ void free(int n) { size -= n; }\n};\n"
+        "__device__ int tex2D(int a) { return a + 1; }\n"
+        'extern "C" __global__ void f(int* out) {\n  alignas(Pool) char bytes[sizeof(Pool)];\n'
+        "  Pool* pool = new (bytes) Pool;\n  pool->size = tex2D(8);\n  pool->free(2);\n"
+        "  int malloc = 1, texture = 2;\n  *out = pool->size + malloc + texture;\n}\n",
+    )
+    out = np.zeros(1, np.int32)
+    module.get_function("f")((1,), (1,), (out,))
+    assert out[0] == 10
