@@ -13,6 +13,7 @@ from cupaged.emulator import (
     EmulatedModule,
     LaunchError,
     OutOfBoundsError,
+    SharedMemoryError,
 )
 from cupaged.errors import NotSupportedError
 
@@ -85,6 +86,19 @@ def test_a_shared_variable_has_its_alignment(tmp_path: Path, alignment: int) -> 
     out = np.ones(1, np.uint64)
     module.get_function("use")((1,), (1,), (out,))
     assert out[0] % alignment == 0
+
+
+def test_static_shared_memory_ends_at_48_kib(tmp_path: Path) -> None:
+    module = compiled(
+        tmp_path,
+        'extern "C" __global__ void fits(int* out) {\n'
+        "  __shared__ char a[49000], b[152]; out[0] = a != b;\n}\n"
+        'extern "C" __global__ void large(int* out) {\n'
+        "  __shared__ char a[49000], b[153]; out[0] = a != b;\n}\n",
+    )
+    module.get_function("fits")((1,), (1,), (np.zeros(1, np.int32),))
+    with pytest.raises(SharedMemoryError, match="49153 bytes of static shared memory"):
+        module.get_function("large")((1,), (1,), (np.zeros(1, np.int32),))
 
 
 def test_dynamic_shared_memory_in_and_outside_of_functions(tmp_path: Path) -> None:

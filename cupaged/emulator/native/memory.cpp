@@ -179,6 +179,12 @@ void* shared_variable(SharedSite& site) {
   offset = (offset + alignment - 1) / alignment * alignment;
   const std::size_t unaligned = machine.static_shared_bytes + site.alignment - 1;
   machine.static_shared_bytes = unaligned / site.alignment * site.alignment + site.bytes;
+  if (machine.static_shared_bytes > kStaticSharedBytes) {
+    fail(Kind::shared_memory, {nullptr, 0},
+         "%zu bytes of static shared memory are more than %zu; declare it extern, and ask for it at "
+         "the launch",
+         machine.static_shared_bytes, kStaticSharedBytes);
+  }
   const std::size_t total = machine.static_shared_bytes + machine.spec->dynamic_shared_bytes;
   if (total > machine.spec->max_shared_bytes) {
     fail(Kind::shared_memory, {nullptr, 0},

@@ -15,6 +15,7 @@ enum class Access { read, write, atomic, relaxed_read, relaxed_write };
 // Shared memory: one arena, static variables first, the dynamic part at a fixed place.
 constexpr std::size_t kSharedPartBytes = 512 << 10;
 constexpr std::size_t kRedzoneBytes = 128;
+constexpr std::size_t kStaticSharedBytes = 48 << 10;  // that the compiler for GPUs allows
 
 // At load and at the start of a launch.
 void prepare_memory();
