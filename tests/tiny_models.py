@@ -85,6 +85,8 @@ TINY = TinyLlama(
     tied=True,
 )
 
+TINIER = replace(TINY, name="tinier", hidden_size=128, num_layers=2)  # 0.4 M parameters
+
 TINY_WIDE_HEAD = TinyLlama(
     name="tiny_wide_head",
     hidden_size=128,

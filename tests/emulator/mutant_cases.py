@@ -119,10 +119,10 @@ def check_gelu(module: EmulatedModule, form: Callable[[Array], Array] = _gelu_er
 HEAD_DIM, ROTARY, BLOCK_SIZE = 48, 32, 8
 
 
-def check_rope(module: EmulatedModule) -> None:
+def check_rope(module: EmulatedModule, rotary: int = ROTARY) -> None:
     """rope_and_cache in float16: a part of the head does not turn, one token is skipped."""
     num_q, num_kv, max_positions, num_blocks = 3, 2, 50, 4
-    half = ROTARY // 2
+    half = rotary // 2
     positions = np.array([0, 49, 7, 12, 3], I32)
     slots = np.array([5, 31, -1, 16, 0], I64)
     table = _random(2, max_positions, half)
@@ -135,9 +135,9 @@ def check_rope(module: EmulatedModule) -> None:
     for t, position in enumerate(positions):
         cos, sin = table[:, position].astype(float)
         turned = expected[t, : num_q + num_kv]
-        low, high = turned[:, :half].copy(), turned[:, half:ROTARY].copy()
+        low, high = turned[:, :half].copy(), turned[:, half:rotary].copy()
         turned[:, :half] = low * cos - high * sin
-        turned[:, half:ROTARY] = high * cos + low * sin
+        turned[:, half:rotary] = high * cos + low * sin
         if slots[t] >= 0:
             block, offset = divmod(int(slots[t]), BLOCK_SIZE)
             expected_caches[0][block, :, offset] = expected[t, num_q : num_q + num_kv]
@@ -184,13 +184,24 @@ def check_reductions(module: EmulatedModule) -> None:
             _same(out, np.broadcast_to([values.sum(), -1], (threads, 2)).astype(F32))
 
 
+MANY_STEPS = 100_000_000  # about a second
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A program to compile, its defines, and the cases it must pass."""
+    """A program to compile, its defines, and the cases it must pass.
+
+    smaller: by file, a constant and the smaller one that the cases are made for.
+    max_steps: after which a block of threads counts as endless.
+    global_races: look for races between blocks, too.
+    """
 
     program: str
     check: Callable[[EmulatedModule], None]
     defines: dict[str, Any] = field(default_factory=lambda: {"DTYPE": "f32"})
+    smaller: dict[str, tuple[str, str]] = field(default_factory=dict)
+    max_steps: int = 2_000_000
+    global_races: bool = False
 
 
 ROPE = {"DTYPE": "f16", "HEAD_DIM": HEAD_DIM, "ROTARY_DIM": ROTARY, "BLOCK_SIZE": BLOCK_SIZE}
@@ -208,7 +219,10 @@ SUBJECTS: dict[str, list[Variant]] = {
         Variant("activation.cu", check_activations),
         Variant("activation.cu", check_gelu, {"DTYPE": "f32", "GELU_ERF": 1}),
     ],
-    "rope.cu": [Variant("rope.cu", check_rope, ROPE)],
+    "rope.cu": [
+        Variant("rope.cu", check_rope, ROPE),
+        Variant("rope.cu", lambda module: check_rope(module, 24), {**ROPE, "ROTARY_DIM": 24}),
+    ],
     "kv_cache.cu": [Variant("kv_cache.cu", check_blocks)],
     "reduce.cuh": [Variant("reductions.cu", check_reductions, {})],
 }

@@ -86,11 +86,12 @@ def _swap_arguments(name: str) -> Rule:
 
 
 def _drop_guard(line: str) -> Iterator[Change]:
-    """`if (a) work` does the work always; `if (a) return` returns never."""
+    """`if (a) work` does the work always; `if (a) return` (continue, break) leaves never."""
     for match in re.finditer(r"\bif \(", line):
         end = _closing(line, match.end() - 1)
         if end > 0:
-            yield match.end(), end, "false" if "return" in line[end:] else "true"
+            leaves = re.search(r"\b(return|continue|break)\b", line[end:])
+            yield match.end(), end, "false" if leaves else "true"
 
 
 def _shift_index(step: str) -> Rule:
@@ -123,8 +124,11 @@ def _shift_last_argument(name: str, place: int) -> Rule:
 OPERATORS: dict[str, list[Rule]] = {
     "dropped barrier": [
         _pattern(r"(__syncthreads\(\);)", ""), _pattern(r"(__syncwarp\([^;]*\);)", ""),
+        _pattern(r"(copy_async_(?:commit|wait|wait_all)(?:<[^;]*>)?\(\);)", ""),
     ],
-    "dropped guard": [_drop_guard],
+    "dropped guard": [
+        _drop_guard, _pattern(r" (&&) ", "||"), _pattern(r" (\|\|) ", "&&"),
+    ],
     "index": [
         _shift_index("+ 1"), _shift_index("- 1"),
         _shift_last_argument("load_pack", 1), _shift_last_argument("store_pack", 1),
@@ -148,11 +152,14 @@ OPERATORS: dict[str, list[Rule]] = {
     "constant": [
         _pattern(r"(?<![\w.\[])(\d+)(?![\w.])", lambda m: str(int(m[1]) + 1)),
         _pattern(r"(?<![\w.])(\d+\.\d+f)", lambda m: f"{float(m[1][:-1]) + 0.25!r}f"),
+        _pattern(r"\b0x(?!f{8}u)([\da-fA-F]+)(?=u?(?:ll)?\b)", lambda m: f"{int(m[1], 16) + 1:x}"),
     ],
     "mask": [_pattern(r"(0xffffffffu)", "0x0fffffffu")],
     "function": [
         _pattern(r"(__fadd_rn)", "__fsub_rn"), _pattern(r"(__fsub_rn)", "__fadd_rn"),
         _pattern(r"(__fmul_rn)", "__fadd_rn"), _pattern(r"\b(max)\(", "min"),
+        _pattern(r"\b(fmaxf)\(", "fminf"), _pattern(r" (<<) ", ">>"), _pattern(r" (>>) ", "<<"),
+        _pattern(r"ldmatrix_x4(_trans)\(", ""), _pattern(r"\b(mma_f16)\(", "mma_bf16"),
         _pattern(r"\b(min)\(", "max"), _pattern(r"\.(cos)\b", "sin"), _pattern(r"\.(sin)\b", "cos"),
         _pattern(r"\b(larger)\b(?=>)", "add"), _pattern(r" (\*) ", "/"), _pattern(r" (%) ", "/"),
     ],

@@ -1,24 +1,47 @@
 """Mutants of our kernels die: a check of the emulator stops them, or a reference case sees them.
 
-A fixed sample runs always; `pytest -m slow` runs all. Survivors are allowed only if EXPLAINED says
-why no test can tell them from the original; an entry that no longer applies fails.
+Some named ones run always. `pytest -m slow` runs all of the first kernels and a fixed sample of the
+attention, the products, sampling and the PTX wrappers.
+Survivors are allowed only if EXPLAINED or mutant_explained.py say why no test can tell them from
+the original; an entry that no longer applies fails.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
-from cupaged.emulator.errors import CompileError, KernelError
+from cupaged.emulator.errors import CompileError, KernelError, LaunchError
 from cupaged.emulator.module import EmulatedModule
-from tests.emulator.mutant_cases import SUBJECTS
+from tests.emulator.mutant_cases import SUBJECTS, Variant
+from tests.emulator.mutant_cases_attention import ATTENTION
+from tests.emulator.mutant_cases_gemm import GEMM
+from tests.emulator.mutant_cases_ptx import HEADERS, PTX
+from tests.emulator.mutant_cases_sampling import SAMPLING
+from tests.emulator.mutant_explained import EXPLAINED_LATER
 from tests.emulator.mutants import Mutant, mutants_of
 from tests.emulator.program_cases import CUDA_FOLDER, PROGRAMS
 
+FAMILIES = {"attention": ATTENTION, "gemm": GEMM, "sampling": SAMPLING, "ptx": PTX}
+LATER = {file: cases for family in FAMILIES.values() for file, cases in family.items()}
+SAMPLE_SEED = 20261129  # of the mutants that `slow` runs
+LATER_ORIGINALS = [
+    "attention_products.cuh", "gemm.cuh", "gemm_f32.cu", "gemm_pack.cu", "gemm_tile_order.cuh",
+    "gemm_tile_store.cuh", "embedding_packed.cu", "logits_edits.cu", "philox.cuh",
+    "logits_logprobs.cu", "ptx_host.cuh",
+]  # fmt: skip
+SAMPLE_SIZES = {"attention": 60, "gemm": 60, "sampling": 60, "ptx": 40}
+
+PARTS = ("reductions.cu", "tile_order.cu", "random_numbers.cu")
 SURVIVED = "survived"
 WRONG = "wrong result"
+CRASHED = "the process ended"
+CHILD_SECONDS = 300
 
 # fmt: off
 # One or two of each operator, and who catches it. They run in every test run.
@@ -44,6 +67,14 @@ SAMPLE = {
     "kv_cache.cu: for (; i < block_elements / N; i += [step -> 2 * step]) "
     "store_pack<N>(out, i, load_pack<N>(in, i));": WRONG,
     "kv_cache.cu: const int source = copies[2 [* -> /] pair];": "UndefinedBehaviourError",
+    "attention_tiles.cuh: const bool inside = position >= context.begin && position [< -> <=]"
+    " context.end;": WRONG,
+    "attention_tiles.cuh: [copy_async_wait<SLOTS - 2>(); -> ]": "AsyncCopyError",
+    "gemm_tiles.cu: [__syncthreads(); -> ] // the stage is there, and the one that is refilled has"
+    " been used": "UninitializedReadError",
+    "gemm_f32.cu: if ([!sum_chunks(sum, used, partial, tickets, share) -> false]) return;":
+        "DataRaceError",
+    "philox.cuh: low += 0x[9E3779B9 -> 9e3779ba]u;": WRONG,
 }
 
 ALL_LANES_AGREE = "warp_sum and warp_max give all lanes the same value, so any lane may store it"
@@ -77,22 +108,50 @@ def all_mutants(file: str) -> list[Mutant]:
     return mutants_of(file, (CUDA_FOLDER / file).read_text(encoding="utf-8"))
 
 
+def sample_of(family: str) -> list[Mutant]:
+    """As many mutants of a family as SAMPLE_SIZES says: those whose names hash lowest.
+
+    So a mutant is drawn by its own name, and an edit of a kernel hardly changes the sample.
+    """
+
+    def draw(mutant: Mutant) -> bytes:
+        return hashlib.sha256(f"{SAMPLE_SEED} {mutant.name}".encode()).digest()
+
+    mutants = [mutant for file in FAMILIES[family] for mutant in all_mutants(file)]
+    return sorted(mutants, key=draw)[: SAMPLE_SIZES[family]]
+
+
 def copy_sources(folder: Path) -> None:
-    """Our kernels, and the program that runs block_sum and block_max, in one new folder."""
+    """Our kernels, and the programs that run parts of them alone, in one new folder."""
     folder.mkdir()
-    for source in [*CUDA_FOLDER.glob("*.cu*"), PROGRAMS / "correct" / "reductions.cu"]:
+    for source in [*CUDA_FOLDER.glob("*.cu*"), *(PROGRAMS / "correct" / name for name in PARTS)]:
         shutil.copy(source, folder)
+    (folder / "headers.cu").write_text(HEADERS, encoding="utf-8")
+
+
+def shrink(folder: Path, variant: Variant) -> None:
+    """Constants of the copied sources as the variant's cases want them."""
+    for file, (constant, smaller) in variant.smaller.items():
+        text = (folder / file).read_text(encoding="utf-8")
+        (folder / file).write_text(text.replace(constant, smaller), encoding="utf-8")
 
 
 def run_cases(file: str, folder: Path) -> None:
     """Compiles and runs the cases of `file` from the sources in a folder.
 
     Raises:
-        CompileError, KernelError, AssertionError: the source differs from the original.
+        CompileError, KernelError, LaunchError, AssertionError: the source differs.
     """
-    for variant in SUBJECTS[file]:
+    for variant in (SUBJECTS | LATER)[file]:
+        shrink(folder, variant)
         path = folder / variant.program
-        module = EmulatedModule(path, variant.defines, opt_level=0, max_steps=2_000_000)
+        module = EmulatedModule(
+            path,
+            variant.defines,
+            opt_level=0,
+            max_steps=variant.max_steps,
+            global_races=variant.global_races,
+        )
         try:
             variant.check(module)
         finally:
@@ -108,7 +167,7 @@ def outcome(mutant: Mutant, folder: Path) -> str:
         run_cases(mutant.file, folder)
     except CompileError:
         return "does not compile"
-    except KernelError as error:
+    except (KernelError, LaunchError) as error:
         return type(error).__name__
     except AssertionError:
         return WRONG
@@ -148,6 +207,20 @@ def test_operators_change_what_they_name() -> None:
     assert dropped.apply(text) == text.replace("__syncthreads();", "")
 
 
+def test_operators_of_guards_waits_and_bits() -> None:
+    text = "if (a && b) continue;\ncopy_async_wait<SLOTS - 2>();\nx = y >> 0x0Fu;"
+    found = {mutant.name.removeprefix("k.cu: ") for mutant in mutants_of("k.cu", text)}
+    assert found == {
+        "if ([a && b -> false]) continue;",
+        "if (a [&& -> ||] b) continue;",
+        "[copy_async_wait<SLOTS - 2>(); -> ]",
+        "copy_async_wait<SLOTS [- -> +] 2>();",
+        "copy_async_wait<SLOTS - [2 -> 3]>();",
+        "x = y [>> -> <<] 0x0Fu;",
+        "x = y >> 0x[0F -> 10]u;",
+    }
+
+
 def test_repeated_lines_have_names_of_their_own() -> None:
     names = [mutant.name for mutant in mutants_of("k.cu", "x += 1.0f;\ny += n;\nx += 1.0f;")]
     assert "k.cu: x [+= -> =] 1.0f;" in names
@@ -155,15 +228,27 @@ def test_repeated_lines_have_names_of_their_own() -> None:
     assert len(names) == len(set(names)) == 5
 
 
-@pytest.mark.parametrize("file", SUBJECTS)
+def test_every_later_variant_is_among_the_originals() -> None:
+    covered = [variant for file in LATER_ORIGINALS for variant in LATER[file]]
+    assert all(variant in covered for cases in LATER.values() for variant in cases)
+
+
+@pytest.mark.parametrize("file", [*SUBJECTS, *LATER_ORIGINALS])
 def test_original_passes_its_cases(file: str, tmp_path: Path) -> None:
     copy_sources(tmp_path / "sources")
     run_cases(file, tmp_path / "sources")
 
 
 def test_named_mutants_exist() -> None:
-    names = {mutant.name for file in SUBJECTS for mutant in all_mutants(file)}
-    assert {*SAMPLE, *EXPLAINED} <= names
+    names = {mutant.name for file in SUBJECTS | LATER for mutant in all_mutants(file)}
+    assert {*SAMPLE, *EXPLAINED, *EXPLAINED_LATER} <= names
+
+
+def test_samples_have_their_sizes() -> None:
+    for family, files in FAMILIES.items():
+        drawn = sample_of(family)
+        assert len(drawn) == len({mutant.name for mutant in drawn}) == SAMPLE_SIZES[family]
+        assert {mutant.file for mutant in drawn} <= set(files)
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -172,12 +257,43 @@ def test_sampled_mutant_is_caught(name: str, tmp_path: Path) -> None:
     assert outcome(mutant, tmp_path / "sources") == SAMPLE[name]
 
 
+def outcome_in_child(mutant: Mutant, folder: Path) -> str:
+    """As `outcome`, in a process of its own: what a mutant does on the host may end it."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(CHILD_SECONDS)
+            os.write(write, outcome(mutant, folder).encode())
+        except BaseException as error:  # nothing of the parent's may run in the child
+            os.write(write, f"unexpected {error!r}".encode()[:1000])
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        said = pipe.read().decode()
+    _, status = os.waitpid(child, 0)
+    assert not said.startswith("unexpected"), f"{mutant.name}: {said}"
+    return said if status == 0 else CRASHED
+
+
+def survivors_of(mutants: list[Mutant], folder: Path) -> set[str]:
+    survivors = set()
+    for number, mutant in enumerate(mutants):
+        if outcome_in_child(mutant, folder / str(number)) == SURVIVED:
+            survivors.add(mutant.name)
+        shutil.rmtree(folder / str(number))
+    return survivors
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("file", SUBJECTS)
 def test_every_mutant_is_caught_or_explained(file: str, tmp_path: Path) -> None:
-    survivors = set()
-    for number, mutant in enumerate(all_mutants(file)):
-        if outcome(mutant, tmp_path / str(number)) == SURVIVED:
-            survivors.add(mutant.name)
-        shutil.rmtree(tmp_path / str(number))
+    survivors = survivors_of(all_mutants(file), tmp_path)
     assert survivors == {name for name in EXPLAINED if name.startswith(f"{file}:")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampled_mutants_are_caught_or_explained(family: str, tmp_path: Path) -> None:
+    drawn = sample_of(family)
+    assert survivors_of(drawn, tmp_path) == EXPLAINED_LATER.keys() & {m.name for m in drawn}

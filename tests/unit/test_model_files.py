@@ -294,6 +294,7 @@ def test_pools_that_do_not_fit(folder: Path, no_allocation: pytest.MonkeyPatch) 
         EngineArgs(model=folder, device="cpu", max_model_len=1025).build()
     no_allocation.undo()
     set_free_memory(no_allocation, needed + free)
-    assert EngineArgs(model=folder, device="cpu", num_gpu_blocks_override=100).build().core.config.num_blocks
+    engine = EngineArgs(model=folder, device="cpu", num_gpu_blocks_override=100).build()
+    assert engine.core.config.num_blocks == 100
     engine = EngineArgs(model=folder, device="cpu", max_model_len=640, max_num_seqs=1).build()
     assert engine.core.config.num_blocks == 40

@@ -1,0 +1,63 @@
+"""Why mutants of attention, products, sampling and PTX wrappers survive: no test can see them.
+
+By name, as in mutants.py. Each entry says what is the same in spite of the change.
+"""
+
+from __future__ import annotations
+
+ZERO_WEIGHT = "the weight is zeros there"
+SPEED = "more or fewer registers or loads under way: the same results"
+SAME_FOR_ALL = "all threads hold the same there, so that any may be the one"
+NOT_STORED = "what is computed of rows that do not exist is not stored"
+FILL = "the -inf that fills the last quad come behind all tokens, and there is room for them"
+ANY_SPLIT = "where a part is split decides how many rounds there are, not what they find"
+
+# fmt: off
+EXPLAINED_ATTENTION = {
+    "attention_products.cuh: return DIM_TILES % WARPS == [0 -> 1] || n * WARPS + "
+    "int(threadIdx.x / 32) < DIM_TILES;":
+        "only a shortcut: what is behind it is true where it was",
+    "paged_attention.cu: constexpr int MERGE_BLOCKS = [4 -> 5];": SPEED,
+}
+EXPLAINED_GEMM = {
+    "gemm.cuh: if (column >= in_features) return make_uint4([0 -> 1], 0, 0, 0);": ZERO_WEIGHT,
+    "gemm.cuh: if (column >= in_features) return make_uint4(0, [0 -> 1], 0, 0);": ZERO_WEIGHT,
+    "gemm_rows.cu: for (int i = 0; i < GROUPS; ++i) used[i] = token + 8 * i [< -> <=] "
+    "problem.num_tokens;": NOT_STORED,
+    "gemm_rows.cu: compute_rows<GROUPS, [1 -> 2], false>(problem, partial, tickets);": SPEED,
+    "gemm_rows.cu: compute<4, [2 -> 3]>(problem, partial, tickets);": SPEED,
+    "gemm_tile_stages.cuh: load_x<false>(from, at, token <= last_token ? in_features : [0 -> 1]);":
+        NOT_STORED,
+    "gemm_tiles.cu: [copy_async_wait_all(); -> ]":
+        "the last groups are empty: every copy has been waited for in the loop",
+}
+EXPLAINED_SAMPLING = {
+    "logits_logprobs.cu: if (threadIdx.x == [0 -> 1]) { (2)": SAME_FOR_ALL,
+    "sampling.cu: while (least > 1 && __ll2double_rn(least - [1 -> 2]) >= limit) --least;":
+        "the mass of some tokens, beyond 2^53, would have to meet the limit to the unit",
+    "sampling_mass.cuh: const u64 distance_58 = __float2ull_rz(__fmul_rn(distance, "
+    "[288230376151711744.0f -> 2.8823037615171174e+17f]));": "the same float",
+    "sampling_row.cuh: for (int start = threadIdx.x; start [< -> <=] quads; "
+    "start += AHEAD * blockDim.x) {": "a quad is loaded and visited only if it exists",
+    "sampling_row.cuh: return bits >> 63 != 0 ? ~bits : bits | 0x[8000000000000000 -> "
+    "8000000000000001]ull;": "two scores would have to lie one unit of a double apart",
+    "sampling_row.cuh: return {highest == [0xffffffffu -> 0x0fffffffu] ? "
+    "__uint_as_float(0x7fffffffu) : from_ordered(highest),": "from_ordered makes a NaN of it, too",
+    "sampling_search.cuh: if ([j >= count -> false]) continue;": FILL,
+    "sampling_search.cuh: if (j [< -> <=] count) gather_token(first, last, logits[j], id + j);":
+        FILL,
+    "sampling_search.cuh: if (threadIdx.x == 0) *shared.part = {first, last, 0, 0, first, "
+    "[0 -> 1], 0, 0};": "whole_count is set again before it is read",
+    "sampling_search.cuh: if (threadIdx.x == [0 -> 1]) *shared.part = {first, last, 0, 0, first, "
+    "0, 0, 0};": SAME_FOR_ALL,
+    "sampling_search.cuh: for (int i = 1; i < SPLITS - 1; ++i) distance = s [== -> !=] i ? "
+    "FIRST_SPLITS[i] : distance;": ANY_SPLIT,
+    "sampling_search.cuh: split = shared.places[[examples * next / SPLITS -> "
+    "examples * next / SPLITS - 1]];": ANY_SPLIT,
+}
+EXPLAINED_PTX: dict[str, str] = {}
+# fmt: on
+
+EXPLAINED_LATER: dict[str, str] = (
+    EXPLAINED_ATTENTION | EXPLAINED_GEMM | EXPLAINED_SAMPLING | EXPLAINED_PTX
+)
