@@ -102,8 +102,10 @@ def check_large_mass(module: EmulatedModule) -> None:
     n = len(limits)
     temperature, top_k, top_p, min_p = zip(*limits, strict=True)
     s = rows(num=n, logits_row=0, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    columns = [s.temperature, s.top_p, likely_distance(s.min_p), s.top_k, s.seed, s.sample_index,
-               s.output_position, np.full(n, -1, I32)]  # fmt: skip
+    columns: list[NDArray[Any]] = [
+        s.temperature, s.top_p, likely_distance(s.min_p), s.top_k, s.seed, s.sample_index,
+        s.output_position, np.full(n, -1, I32),
+    ]  # fmt: skip
     _, ends = _sample(module, logits, np.zeros(n), columns, 384)
     for end, limit in zip(ends, limits, strict=True):
         assert tokens_up_to(int(end), logits[0], 1.0) == kept_by_sorting(logits[0], *limit)
