@@ -112,7 +112,7 @@ def verdict(folder: Path) -> float:
         for header in (ROOT / "cuda").glob("*.cuh"):
             (folder / header.name).write_bytes(header.read_bytes())
         start = time.perf_counter()
-        command = [sys.executable, "-m", "cupaged.cli.main", "kernel", "check", str(path)]
+        command = [sys.executable, "-m", "cupaged", "kernel", "check", str(path)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         subprocess.run(command, check=True, capture_output=True, env=environment)
         times.append(time.perf_counter() - start)
