@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from cupaged.errors import ConfigError, NotSupportedError
+from cupaged.estimate import half_dtype
 from cupaged.ops import BYTES_PER_ELEMENT, KVCacheSpec, Ops
 from cupaged.ops.blas import use_threads
 from cupaged.ops.numpy_ops import NumpyOps
@@ -118,7 +119,7 @@ def _open_cpu(options: DeviceOptions) -> Device:
 def _open_emulated(options: DeviceOptions) -> Device:
     from cupaged.runtime.host_runtime import HostRuntime  # needs a C++ compiler only here
 
-    dtype, resources = _half_dtype(options), options.resources
+    dtype, resources = half_dtype(options.dtype, options.stored_dtype), options.resources
     ops = _cuda_ops(HostRuntime(), dtype)
     description = f"kernels under checks, {dtype}, {_host(resources)}"
     return Device("emulated", ops, resources.available_bytes, True, description)
@@ -127,7 +128,7 @@ def _open_emulated(options: DeviceOptions) -> Device:
 def _open_cuda(options: DeviceOptions) -> Device:
     from cupaged.runtime.cupy_runtime import CuPyRuntime  # imports CuPy
 
-    dtype = _half_dtype(options)
+    dtype = half_dtype(options.dtype, options.stored_dtype)
     runtime = CuPyRuntime()
     ops = _cuda_ops(runtime, dtype)  # takes memory of its own
     memory, properties = runtime.memory_info(), runtime.properties
@@ -160,14 +161,6 @@ def _cuda_ops(runtime: Runtime, dtype: str) -> Ops:
     ops = CudaOps(runtime, dtype)
     ops.check_compiler()  # before weights are read
     return ops
-
-
-def _half_dtype(options: DeviceOptions) -> str:
-    """ "auto" is the model's own type where that has 16 bits, else bfloat16."""
-    if options.dtype != "auto":
-        return options.dtype
-    stored = options.stored_dtype
-    return stored if stored in ("float16", "bfloat16") else "bfloat16"
 
 
 def _host(resources: Resources) -> str:

@@ -20,9 +20,14 @@ from cupaged.engine.engine import Engine
 from cupaged.engine.runner import ModelRunner
 from cupaged.engine.scheduling_policy import make_policy
 from cupaged.errors import CapacityError, ConfigError, NotSupportedError
-from cupaged.estimate import Limits, Shape, workspace_bytes
+from cupaged.estimate import (
+    GPU_MEMORY_UTILIZATION,
+    Limits,
+    Shape,
+    check_dtype,
+    workspace_bytes,
+)
 from cupaged.loading.model_files import ModelFiles, load_model, open_model
-from cupaged.ops import BYTES_PER_ELEMENT
 from cupaged.resources import kv_blocks_for, read_resources
 
 _logger = logging.getLogger(__name__)
@@ -87,7 +92,7 @@ class EngineArgs:
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float = 0.92
+    gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     watermark: float = 0.01
@@ -101,9 +106,7 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         check_device(self.device)
-        if self.dtype not in ("auto", *BYTES_PER_ELEMENT):
-            allowed = f"'auto' or one of {', '.join(BYTES_PER_ELEMENT)}"
-            raise ConfigError("dtype", self.dtype, allowed)
+        check_dtype(self.dtype)
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError("gpu_memory_utilization", share, "a number > 0 and <= 1")

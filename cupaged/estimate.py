@@ -210,6 +210,19 @@ def blocks_on_cpu(available_bytes: int, bytes_per_block: int, limits: Limits) ->
         return 0
 
 
+def check_dtype(asked: object) -> None:
+    """Raises ConfigError for what is neither "auto" nor a type."""
+    if asked not in ("auto", *BYTES_PER_ELEMENT):
+        raise ConfigError("dtype", asked, f"'auto' or one of {', '.join(BYTES_PER_ELEMENT)}")
+
+
+def half_dtype(asked: str, stored: str) -> str:
+    """What kernels compute in: "auto" is the stored type if that has 16 bits, else bfloat16."""
+    if asked != "auto":
+        return asked
+    return stored if stored in ("float16", "bfloat16") else "bfloat16"
+
+
 def dtype_on(gpu: Gpu | None, asked: str, stored: str) -> str:
     """The type of weights, activations and cache.
 
@@ -221,13 +234,11 @@ def dtype_on(gpu: Gpu | None, asked: str, stored: str) -> str:
     Raises:
         ConfigError: an unknown type, or one that this GPU does not compute in.
     """
-    if asked not in ("auto", *BYTES_PER_ELEMENT):
-        raise ConfigError("dtype", asked, f"'auto' or one of {', '.join(BYTES_PER_ELEMENT)}")
+    check_dtype(asked)
     if gpu is None:
         return "float32" if asked == "auto" else asked
     if asked == "auto":
-        half = stored if stored in ("float16", "bfloat16") else "bfloat16"
-        return half if gpu.has_bfloat16 else "float16"
+        return half_dtype(asked, stored) if gpu.has_bfloat16 else "float16"
     if asked == "bfloat16" and not gpu.has_bfloat16:
         raise ConfigError("dtype", asked, "float16 or float32 on this GPU, which has no bfloat16")
     return asked

@@ -63,6 +63,8 @@ SHARED_BYTES = {
     "gemm_rows_8": 4, "gemm_rows_16": 4, "gemm_rows_32": 4,
     "gemm_f32_rows": 11280, "gemm_f32_tiles": 17408, "sample": 35752, "logprobs": 35220,
 }  # fmt: skip
+# The compiler leaves less room between the same variables there.
+OTHER_SHARED_BYTES = {("sample", "sm_100"): 35740, ("sample", "sm_120"): 35740}
 VARIANTS = [
     (variant["file"], variant["defines"])
     for variant in tomllib.loads((ROOT / "cuda" / "variants.toml").read_text())["variant"]
@@ -226,9 +228,7 @@ def check_compiles(file: str, defines: dict[str, str | int], arch: str) -> None:
     for name, used in compiled.resources.items():
         assert used.spill_store_bytes == used.spill_load_bytes == used.stack_bytes == 0, name
         assert used.registers <= MOST_REGISTERS.get(file, 255), name
-        # Some architectures lay the same variables out with a few bytes less between them.
-        most = SHARED_BYTES.get(name, 0)
-        assert most - 12 * (name == "sample") <= used.shared_bytes <= most, name
+        assert used.shared_bytes == OTHER_SHARED_BYTES.get((name, arch), SHARED_BYTES.get(name, 0))
 
 
 @needs_nvrtc
