@@ -3,9 +3,9 @@
 //
 // Grid: (1). Block: 32 threads, one a lane, unless a kernel says otherwise. Arrays are as long as
 // the lanes use of them. No defines but DTYPE, for common.cuh.
-#include "../cuda/common.cuh"
-#include "../cuda/ptx.cuh"
-#include "../cuda/reduce.cuh"
+#include "common.cuh"
+#include "ptx.cuh"
+#include "reduce.cuh"
 
 // c float or int [32, 4], in and out; a unsigned [32, 4]; b unsigned [32, 2].
 #define PRODUCT(NAME, SUM)                                                                   \

@@ -19,7 +19,7 @@ from cupaged.emulator.module import MAX_SHARED_BYTES, EmulatedModule
 from cupaged.resources import read_resources
 from cupaged.runtime.device_arrays import DeviceArray, host_view, map_array
 from cupaged.runtime.errors import KernelNotFoundError
-from cupaged.runtime.kernels import kernel_file
+from cupaged.runtime.kernels import kernel_file, kernel_folder
 from cupaged.runtime.protocol import (
     Array,
     Defines,
@@ -206,6 +206,7 @@ class HostRuntime:
             self._modules[key] = EmulatedModule(
                 kernel_file(file),
                 dict(defines),
+                include_dirs=[kernel_folder()],
                 mode=self._mode,
                 seed=self._seed,
                 isolated=self._isolated,

@@ -64,4 +64,4 @@ def check_headers(module: EmulatedModule) -> None:
         raise AssertionError(str(failure)) from None
 
 
-PTX: dict[str, list[Variant]] = {"ptx_host.cuh": [Variant("headers.cu", check_headers, {})]}
+PTX: dict[str, list[Variant]] = {"ptx_host.cuh": [Variant("headers.cu", check_headers)]}

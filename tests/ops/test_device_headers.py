@@ -25,46 +25,15 @@ from cupaged.emulator.errors import (
 )
 from cupaged.emulator.module import EmulatedModule
 
-CUDA = Path(__file__).resolve().parents[2] / "cuda"
+ROOT = Path(__file__).resolve().parents[2]
+CUDA = ROOT / "cuda"
+DEFINES = {"DTYPE": "f32"}
 RNG = np.random.default_rng(7)
 
-SOURCE = r"""
-#include "ptx.cuh"
-#include "reduce.cuh"
-
-#define PRODUCT(NAME, SUM)                                                                    \
-  extern "C" __global__ void NAME##_of(SUM* c, const unsigned* a, const unsigned* b) {       \
-    const int lane = threadIdx.x;                                                             \
-    unsigned mine_a[4], mine_b[2];                                                            \
-    SUM mine_c[4];                                                                            \
-    for (int i = 0; i < 4; ++i) mine_a[i] = a[4 * lane + i];                                  \
-    for (int i = 0; i < 2; ++i) mine_b[i] = b[2 * lane + i];                                  \
-    for (int i = 0; i < 4; ++i) mine_c[i] = c[4 * lane + i];                                  \
-    NAME(mine_c, mine_a, mine_b);                                                             \
-    for (int i = 0; i < 4; ++i) c[4 * lane + i] = mine_c[i];                                  \
-  }
-PRODUCT(mma_f16, float)
-PRODUCT(mma_bf16, float)
-PRODUCT(mma_s8, int)
-
-// Rows of 8 elements; lane l gives the address of row l.
-#define LOAD(NAME, COUNT)                                                                     \
-  extern "C" __global__ void NAME##_of(unsigned* out, const unsigned* rows) {                \
-    __shared__ uint4 tile[32];                                                                \
-    const int lane = threadIdx.x;                                                             \
-    tile[lane] = reinterpret_cast<const uint4*>(rows)[lane];                                  \
-    __syncthreads();                                                                          \
-    unsigned mine[COUNT];                                                                     \
-    NAME(mine, &tile[lane]);                                                                  \
-    for (int i = 0; i < COUNT; ++i) out[COUNT * lane + i] = mine[i];                          \
-  }
-LOAD(ldmatrix_x1, 1)
-LOAD(ldmatrix_x2, 2)
-LOAD(ldmatrix_x4, 4)
-LOAD(ldmatrix_x1_trans, 1)
-LOAD(ldmatrix_x2_trans, 2)
-LOAD(ldmatrix_x4_trans, 4)
-
+# The kernels of the GPU's smoke run, and those that misuse the wrappers.
+SOURCE = (
+    (ROOT / "bench" / "gpu_smoke_primitives.cu").read_text()
+    + r"""
 extern "C" __global__ void odd_row(unsigned* out) {
   __shared__ uint4 tile[33];
   for (int i = threadIdx.x; i < 33; i += 32) tile[i] = make_uint4(0, 0, 0, 0);
@@ -83,47 +52,6 @@ extern "C" __global__ void global_row(unsigned* out) {
 extern "C" __global__ void half_warp(float* out) {
   if (threadIdx.x >= 16) return;
   out[threadIdx.x] = warp_sum(out[threadIdx.x]);  // HALF
-}
-
-template <int BYTES>
-__device__ void copy_all(unsigned char* out, const unsigned char* in, const int* counts) {
-  __shared__ uint4 tile[32];
-  unsigned char* bytes = reinterpret_cast<unsigned char*>(tile);
-  const int at = BYTES * threadIdx.x;
-  if (counts == nullptr) {
-    copy_async<BYTES>(bytes + at, in + at);
-  } else {
-    copy_async_or_zero<BYTES>(bytes + at, in + at, counts[threadIdx.x]);  // COUNT
-  }
-  copy_async_commit();
-  copy_async_wait<0>();
-  for (int i = 0; i < BYTES; ++i) out[at + i] = bytes[at + i];
-}
-
-#define COPY(BYTES)                                                                           \
-  extern "C" __global__ void copy_##BYTES(unsigned char* out, const unsigned char* in) {     \
-    copy_all<BYTES>(out, in, nullptr);                                                        \
-  }                                                                                           \
-  extern "C" __global__ void copy_or_zero_##BYTES(unsigned char* out, const unsigned char* in, \
-                                                  const int* counts) {                        \
-    copy_all<BYTES>(out, in, counts);                                                         \
-  }
-COPY(4)
-COPY(8)
-COPY(16)
-
-// Two groups under way: after the wait for all but one, the first is there.
-extern "C" __global__ void two_groups(unsigned* out, const unsigned* in) {
-  __shared__ unsigned tile[2][32];
-  const int lane = threadIdx.x;
-  copy_async<4>(&tile[0][lane], in + lane);
-  copy_async_commit();
-  copy_async<4>(&tile[1][lane], in + 32 + lane);
-  copy_async_commit();
-  copy_async_wait<1>();
-  out[lane] = tile[0][lane];
-  copy_async_wait_all();
-  out[32 + lane] = tile[1][lane];
 }
 
 extern "C" __global__ void odd_copy(unsigned* out, const unsigned* in) {
@@ -151,6 +79,7 @@ extern "C" __global__ void blocks(float* sums, float* largest, const float* x) {
   largest[threadIdx.x] = block_max(x[threadIdx.x], partial_largest);
 }
 """
+)
 
 Launch = Callable[..., None]
 
@@ -164,7 +93,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def launch(source: Path) -> Launch:
-    module = EmulatedModule(source, include_dirs=[CUDA])
+    module = EmulatedModule(source, DEFINES, include_dirs=[CUDA])
 
     def run(name: str, *args: Any, threads: int = 32, blocks: int = 1) -> None:
         module.get_function(name)((blocks,), (threads,), args)
@@ -172,9 +101,10 @@ def launch(source: Path) -> Launch:
     return run
 
 
-def line_of(comment: str) -> int:
-    (line,) = [i + 1 for i, text in enumerate(SOURCE.split("\n")) if f"// {comment}" in text]
-    return line
+def line_of(text: str) -> int:
+    """The one line of SOURCE that has the text."""
+    (number,) = [i + 1 for i, line in enumerate(SOURCE.split("\n")) if text in line]
+    return number
 
 
 # mma: element i of a fragment, by the manual's formulas.
@@ -343,13 +273,13 @@ def test_misuse_is_found(
     out = np.zeros(32, np.float32 if name == "half_warp" else np.uint32)
     with pytest.raises(error, match=message) as caught:
         launch(name, out)
-    assert caught.value.line == line_of(comment)
+    assert caught.value.line == line_of(f"// {comment}")
 
 
 def test_a_misaligned_copy_is_found(launch: Launch) -> None:
     with pytest.raises(MisalignedError) as caught:
         launch("odd_copy", np.zeros(32, np.uint32), np.zeros(64, np.uint32))
-    assert caught.value.line == line_of("COPY")
+    assert caught.value.line == line_of("// COPY")
 
 
 def test_a_copy_of_more_than_there_is_is_found(launch: Launch) -> None:
@@ -358,4 +288,7 @@ def test_a_copy_of_more_than_there_is_is_found(launch: Launch) -> None:
     data = np.zeros((32, 4), np.uint8)
     with pytest.raises(UndefinedBehaviourError, match="5 of 4 bytes") as caught:
         launch("copy_or_zero_4", np.zeros_like(data), data, counts)
-    assert (caught.value.line, caught.value.thread) == (line_of("COUNT"), (3, 0, 0))
+    assert (caught.value.line, caught.value.thread) == (
+        line_of("copy_async_or_zero<BYTES>"),
+        (3, 0, 0),
+    )
