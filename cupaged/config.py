@@ -15,7 +15,8 @@ from cupaged.errors import ConfigError, ModelError, NotSupportedError
 from cupaged.json_values import flag, integer, number
 from cupaged.rope import RopeConfig
 
-BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # kernels take 8 and more
+DEVICE_BLOCK_SIZES = (8, 16, 32, 64, 128)  # what kernels take
+BLOCK_SIZES = (1, 2, 4, *DEVICE_BLOCK_SIZES)
 
 # What transformers assumes where the config.json of a family leaves out a key. Only the families
 # that are named here with a window have one; the others ignore the key.

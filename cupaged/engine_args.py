@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from cupaged.config import EngineConfig, ModelConfig
+from cupaged.config import DEVICE_BLOCK_SIZES, EngineConfig, ModelConfig
 from cupaged.devices import MIB, Device, DeviceOptions, check_device, open_device
 from cupaged.engine.core import EngineCore
 from cupaged.engine.engine import Engine
@@ -36,7 +36,6 @@ GENERATION_CONFIGS: dict[str, Callable[[ModelFiles], dict[str, float | int]]] = 
     "auto": lambda files: files.generation_defaults,
     "vllm": lambda files: {},
 }
-DEVICE_BLOCK_SIZES = (8, 16, 32, 64, 128)
 NOT_BUILT = frozenset(
     {
         "served_model_name", "revision", "kv_cache_dtype", "quantization", "load_format",

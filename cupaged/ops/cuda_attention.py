@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cupaged.config import DEVICE_BLOCK_SIZES
 from cupaged.engine.batch import Batch
 from cupaged.errors import NotSupportedError
 from cupaged.ops import KVCache
@@ -36,7 +37,6 @@ _FILE = "paged_attention.cu"
 _OP = "paged_attention"
 _THREADS = 128
 _MERGE_BLOCKS_PER_MULTIPROCESSOR = 8
-_BLOCK_SIZES = (8, 16, 32, 64, 128)
 _WORKSPACE_BYTES = 32 << 20
 _STAGING_BYTES = 1 << 16
 _MAX_INT32 = 2**31 - 1
@@ -67,10 +67,10 @@ def check_attention_shape(shape: AttentionShape) -> None:
             f"attention with head_dim {shape.head_dim} is not supported; "
             f"supported: {', '.join(map(str, HEAD_DIMS))}"
         )
-    if shape.block_size not in _BLOCK_SIZES:
+    if shape.block_size not in DEVICE_BLOCK_SIZES:
         raise NotSupportedError(
             f"attention with block_size {shape.block_size} is not supported; "
-            f"supported: {', '.join(map(str, _BLOCK_SIZES))}"
+            f"supported: {', '.join(map(str, DEVICE_BLOCK_SIZES))}"
         )
     if shape.num_kv_heads < 1 or shape.num_q_heads < 1 or shape.num_q_heads % shape.num_kv_heads:
         raise NotSupportedError(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from cupaged.config import DEVICE_BLOCK_SIZES
 from cupaged.engine.batch import Batch
 from cupaged.engine.sampling_batch import SamplingBatch
 from cupaged.ops import KVCache, KVCacheSpec
@@ -32,7 +33,6 @@ _BLOCKS_PER_MULTIPROCESSOR = 8  # enough to fill it; kernels loop over the rest
 _STAGING_BYTES = 1 << 20  # grows where a step needs more
 _MAX_HEAD_DIM = 512
 _NO_DEFINES: dict[str, int] = {}
-_BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 
 class CudaOps:
@@ -79,7 +79,12 @@ class CudaOps:
         for name, value, fits, allowed in (
             ("dtype", spec.dtype, spec.dtype == self.dtype.name, self.dtype.name),
             ("scale_dtype", spec.scale_dtype, spec.scale_dtype is None, "None"),
-            ("block_size", spec.block_size, spec.block_size in _BLOCK_SIZES, f"in {_BLOCK_SIZES}"),
+            (
+                "block_size",
+                spec.block_size,
+                spec.block_size in DEVICE_BLOCK_SIZES,
+                f"in {DEVICE_BLOCK_SIZES}",
+            ),
             (
                 "k_dim and v_dim",
                 (spec.k_dim, spec.v_dim),

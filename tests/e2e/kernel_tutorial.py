@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cupaged.errors import CupagedError
-from cupaged.runtime.kernels import nvrtc_version, toolkit_headers
-from cupaged.runtime.machine_code import disassembler
 from tests.e2e.cli import ROOT, environment
+from tests.gpu_tools import without_disassembler, without_nvrtc
 
 READMES = (ROOT / "README.md", ROOT / "cuda" / "README.md")
 _FENCE = re.compile(r"^```(\w*)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -57,11 +55,4 @@ def printed(command: Command, folder: Path) -> str:
 
 def has(what: str) -> bool:
     """Whether "nvrtc" or "nvdisasm" is installed."""
-    try:
-        if what == "nvrtc":
-            toolkit_headers(nvrtc_version()[0])
-        else:
-            disassembler()
-    except CupagedError:
-        return False
-    return True
+    return (without_nvrtc() if what == "nvrtc" else without_disassembler()) is None

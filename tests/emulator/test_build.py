@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupaged.emulator import EmulatedModule, EmulatorError, build, toolchain
+from cupaged.emulator import EmulatedModule, EmulatorError
 from cupaged.emulator.toolchain import Compiler, find_compiler
 from cupaged.errors import NotSupportedError
 from cupaged.runtime.cache_folder import cache_folder
@@ -40,20 +40,6 @@ def cache(runtime: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for file in runtime:
         shutil.copy(file, folder)
     return folder
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was compiled: a name a call of the compiler."""
-    calls: list[str] = []
-    original = toolchain.run_compiler
-
-    def record(compiler: Any, arguments: Any, what: str) -> str:
-        calls.append(what)
-        return original(compiler, arguments, what)
-
-    monkeypatch.setattr(build, "run_compiler", record)
-    return calls
 
 
 def value(path: Path, defines: dict[str, object] | None = None, **options: Any) -> int:

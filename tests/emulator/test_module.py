@@ -26,7 +26,6 @@ from cupaged.emulator import (
     ReadOnlyError,
     StackOverflowError,
     ToolchainError,
-    toolchain,
 )
 
 SOURCE = """
@@ -293,29 +292,15 @@ def test_a_compiler_that_is_not_usable(
 # ---- The cache ----
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was compiled, from now on."""
-    from cupaged.emulator import build
-
-    calls: list[str] = []
-    original = toolchain.run_compiler
-
-    def record(compiler: Any, arguments: Any, what: str) -> str:
-        calls.append(what)
-        return original(compiler, arguments, what)
-
-    monkeypatch.setattr(build, "run_compiler", record)
-    return calls
-
-
-def test_a_module_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_module_is_compiled_once(
+    compiled: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("CUPAGED_CACHE_DIR", str(tmp_path / "cache"))
     header, source = tmp_path / "width.cuh", tmp_path / "width.cu"
     header.write_text("constexpr int WIDTH = 3;\n")
     source.write_text(
         '#include "width.cuh"\nextern "C" __global__ void width(int* out) { *out = WIDTH * BY; }\n'
     )
-    calls = counted(monkeypatch)
 
     def width(by: int) -> int:
         out = np.zeros(1, np.int32)
@@ -323,10 +308,10 @@ def test_a_module_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         return int(out[0])
 
     assert width(1) == 3
-    assert calls.count("the emulator's runtime") == 1
-    before = len(calls)
-    assert (width(1), len(calls)) == (3, before)
-    assert (width(2), calls[before:]) == (6, ["width.cu"] * 3)  # preprocess, compile, link
+    assert compiled.count("the emulator's runtime") == 1
+    before = len(compiled)
+    assert (width(1), len(compiled)) == (3, before)
+    assert (width(2), compiled[before:]) == (6, ["width.cu"] * 3)  # preprocess, compile, link
     header.write_text("constexpr int WIDTH = 5;\n")  # the same size, another content
     assert width(1) == 5
     folder = tmp_path / "cache" / "emulator"

@@ -8,31 +8,19 @@ from pathlib import Path
 import pytest
 
 from cupaged.ops.attention_plan import choose_variant
-from cupaged.runtime.errors import CompilerUnavailableError, ToolUnavailableError
 from cupaged.runtime.kernels import (
     ARCHITECTURES,
     CompiledKernels,
     compile_kernel,
-    nvrtc_version,
-    toolkit_headers,
 )
-from cupaged.runtime.machine_code import LIMITS, disassembler, instruction_counts, occupancy
+from cupaged.runtime.machine_code import LIMITS, instruction_counts, occupancy
+from tests.gpu_tools import needs_machine_code
 
 ITEMSIZE = {"f32": 4, "f16": 2, "bf16": 2}
 THREADS = 128
 
 
-def _reason_to_skip() -> str | None:
-    try:
-        toolkit_headers(nvrtc_version()[0])
-        disassembler()
-    except (CompilerUnavailableError, ToolUnavailableError) as error:
-        return str(error)
-    return None
-
-
-SKIPPED = _reason_to_skip()
-pytestmark = pytest.mark.skipif(SKIPPED is not None, reason=str(SKIPPED))
+pytestmark = needs_machine_code
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ import pytest
 
 from cupaged.ops.cuda_gemm import CudaGemm, choose_launch, chunk_columns, workspace_bytes
 from cupaged.ops.launch_checks import OperandError
-from cupaged.runtime.errors import CompilerUnavailableError, ToolUnavailableError
 from cupaged.runtime.host_runtime import HostRuntime
-from cupaged.runtime.kernels import ARCHITECTURES, compile_kernel, nvrtc_version, toolkit_headers
-from cupaged.runtime.machine_code import LIMITS, disassembler, instruction_counts, occupancy
+from cupaged.runtime.kernels import ARCHITECTURES, compile_kernel
+from cupaged.runtime.machine_code import LIMITS, instruction_counts, occupancy
+from tests.gpu_tools import needs_machine_code
 from tests.ops.kernel_arrays import normal
 from tests.ops.writing_runtime import WritingRuntime
 
@@ -208,17 +208,6 @@ def test_a_weight_is_packed_without_a_second_copy() -> None:
 # ---- machine code --------------------------------------------------------------------------------
 
 
-def _reason_to_skip() -> str | None:
-    try:
-        toolkit_headers(nvrtc_version()[0])
-        disassembler()
-    except (CompilerUnavailableError, ToolUnavailableError) as error:
-        return str(error)
-    return None
-
-
-SKIPPED = _reason_to_skip()
-needs_tools = pytest.mark.skipif(SKIPPED is not None, reason=str(SKIPPED))
 THREADS = {"gemm_tiles_128": 256, "gemm_tiles_256": 256, "pack_weight": 256}
 
 
@@ -239,13 +228,13 @@ def check_code(file: str, defines: dict[str, str | int], arch: str) -> None:
             assert code.matrix >= 32 and code.async_copies >= 8, name
 
 
-@needs_tools
+@needs_machine_code
 @pytest.mark.parametrize("file", ["gemm_rows.cu", "gemm_tiles.cu"])
 def test_machine_code(file: str) -> None:
     check_code(file, {"DTYPE": "bf16"}, "sm_90")
 
 
-@needs_tools
+@needs_machine_code
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("bias", [0, 1])

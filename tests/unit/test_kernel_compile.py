@@ -28,10 +28,10 @@ from cupaged.runtime.kernels import (
     kernel_files,
     kernel_folder,
     kernel_names,
-    nvrtc_version,
     toolkit_headers,
 )
 from cupaged.runtime.machine_code import LIMITS
+from tests.gpu_tools import needs_nvrtc
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = ("f32", "f16", "bf16")
@@ -78,18 +78,6 @@ USUAL = [
     for (file, defines), arch in itertools.product(VARIANTS, ("sm_80", "sm_90"))
     if arch == "sm_90" or file not in SECONDS_EACH
 ]
-
-
-def _reason_to_skip() -> str | None:
-    try:
-        toolkit_headers(nvrtc_version()[0])
-    except CompilerUnavailableError as error:
-        return str(error)
-    return None
-
-
-SKIPPED = _reason_to_skip()
-needs_nvrtc = pytest.mark.skipif(SKIPPED is not None, reason=str(SKIPPED))
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cupaged.errors import BadValueError, NotSupportedError
-from cupaged.runtime.errors import CompilerUnavailableError, ToolUnavailableError
-from cupaged.runtime.kernels import ARCHITECTURES, compile_kernel, nvrtc_version, toolkit_headers
+from cupaged.runtime.errors import ToolUnavailableError
+from cupaged.runtime.kernels import ARCHITECTURES, compile_kernel
 from cupaged.runtime.machine_code import (
     LIMITS,
     InstructionCounts,
@@ -20,6 +20,7 @@ from cupaged.runtime.machine_code import (
     occupancy,
 )
 from cupaged.runtime.program_log import KernelResources, first_error, parse_resources
+from tests.gpu_tools import needs_machine_code
 
 LOG = """\
 ptxas info    : 4 bytes gmem
@@ -176,25 +177,12 @@ def test_without_the_disassembler_the_command_is_told(
     assert disassembler() == wheel
 
 
-def _reason_to_skip() -> str | None:
-    try:
-        toolkit_headers(nvrtc_version()[0])
-        disassembler()
-    except (CompilerUnavailableError, ToolUnavailableError) as error:
-        return str(error)
-    return None
-
-
-SKIPPED = _reason_to_skip()
-needs_tools = pytest.mark.skipif(SKIPPED is not None, reason=str(SKIPPED))
-
-
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUPAGED_CACHE_DIR", str(tmp_path / "cache"))
 
 
-@needs_tools
+@needs_machine_code
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize(
@@ -256,7 +244,7 @@ extern "C" __global__ void products(float* out, int* sums, const unsigned* in) {
 """
 
 
-@needs_tools
+@needs_machine_code
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", pytest.param("sm_120", marks=pytest.mark.slow)])
 def test_every_wrapper_is_one_instruction(tmp_path: Path, arch: str) -> None:
     path = tmp_path / "wrappers.cu"
@@ -267,7 +255,7 @@ def test_every_wrapper_is_one_instruction(tmp_path: Path, arch: str) -> None:
     assert counts["copies"].spills == counts["products"].spills == 0
 
 
-@needs_tools
+@needs_machine_code
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_float_arithmetic_is_as_written(tmp_path: Path, arch: str) -> None:
     """No product and sum made one, no subnormals lost: results are those of the host."""
@@ -281,7 +269,7 @@ def test_float_arithmetic_is_as_written(tmp_path: Path, arch: str) -> None:
     assert found == [{"FADD", "FMUL"}, {"FFMA"}]
 
 
-@needs_tools
+@needs_machine_code
 def test_spills_are_counted_as_the_assembler_counts_them(tmp_path: Path) -> None:
     path = tmp_path / "spilling.cu"
     path.write_text(
@@ -300,7 +288,7 @@ def test_spills_are_counted_as_the_assembler_counts_them(tmp_path: Path) -> None
     assert instruction_counts(compiled.path)["spilling"].spills > 0
 
 
-@needs_tools
+@needs_machine_code
 def test_a_file_that_is_no_cubin(tmp_path: Path) -> None:
     path = tmp_path / "no.cubin"
     path.write_bytes(b"nothing")
