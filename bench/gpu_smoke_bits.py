@@ -41,7 +41,8 @@ def operations(device: Device) -> Checks:
     limit = DRY_LIMIT_S if device.dry_run else LIMIT_S
     chosen = DRY_CHOSEN if device.dry_run else CHOSEN
     end = time.monotonic() + limit
-    running = [_Run(file, chosen) for file in (DRY_FILES if device.dry_run else FILES)]
+    options = [] if device.dry_run else ["--gpu"]
+    running = [_Run(file, chosen, options) for file in (DRY_FILES if device.dry_run else FILES)]
     try:
         for run in running:
             yield run.result(end, limit)
@@ -53,13 +54,13 @@ def operations(device: Device) -> Checks:
 class _Run:
     """One file's tests; what they say goes to a file, which unlike a pipe is never full."""
 
-    def __init__(self, file: str, chosen: str) -> None:
+    def __init__(self, file: str, chosen: str, options: list[str]) -> None:
         self.file = file
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115, stop() closes it
         command = [
             sys.executable, "-m", "pytest", f"tests/ops/{file}.py", "-v", "--no-header",
             "--tb=line", "-p", "no:cacheprovider", "-o", "addopts=",
-            "-m", "not slow and not long", "-k", chosen,
+            "-m", "not slow and not long", "-k", chosen, *options,
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(

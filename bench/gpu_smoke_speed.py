@@ -10,18 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 
 from bench.gpu_smoke_checks import BF16, Check, Checks, Device, filled
 from cupaged.engine.batch import Batch, GroupTables
-from cupaged.engine.sampling_batch import SamplingBatch
 from cupaged.ops import KVCache, KVCacheSpec
 from cupaged.ops.cuda_attention import CudaAttention
 from cupaged.ops.cuda_gemm import CudaGemm
 from cupaged.ops.cuda_step import upload_step
 from cupaged.runtime.staging import StagingBuffer
+from tests.ops.sampling_oracle import rows
 
 __all__ = ["speed"]
 
@@ -164,7 +163,7 @@ def _attention(
         groups=(GroupTables(table, nothing.astype(np.int64)),),
         copies=np.zeros((0, 2), np.int32),
         logits_tokens=nothing[:0],
-        sampling=cast(SamplingBatch, None),
+        sampling=rows(num=0),
         prompt_logprobs=None,
     )
     step = upload_step(batch, StagingBuffer(runtime, 1 << 20))

@@ -44,7 +44,6 @@ class TimedOps:
         ops = runner._ops
         for name, part in _PART.items():
             setattr(ops, name, timed._timed(getattr(ops, name), part))
-        runner._sampler = ops.sample
         submit, step = runner.submit, core.step
 
         def timed_submit(plan: Any) -> Any:

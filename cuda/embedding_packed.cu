@@ -4,7 +4,7 @@
 // of packed_weight.cuh, rows at least vocab_size, stride at least hidden. Contiguous, each aligned
 // to 16 bytes. out overlaps nothing.
 //
-// Ids outside the vocabulary are clipped to it, as in embedding.cu; vocab_size is at least 1.
+// Ids outside the vocabulary are clipped to it, as NumPy's mode="clip"; vocab_size is at least 1.
 //
 // Grid: (num_tokens). Block: any up to 256 threads; one block a row. Nothing is rounded.
 //

@@ -1,7 +1,7 @@
 // Some rows of an array: out[i] = x[clip(rows[i], 0, num_rows - 1)].
 //
-// Arrays: out T [n, size]; x T [num_rows, size]; rows int32 [n]. Contiguous, each aligned to 16
-// bytes. out overlaps nothing.
+// Arrays: out T [n, size]; x T [num_rows, size], both aligned to 16 bytes; rows int32 [n]. All are
+// contiguous. out overlaps nothing.
 //
 // Row numbers outside the array are clipped to it, as NumPy's mode="clip"; num_rows is at least 1.
 //

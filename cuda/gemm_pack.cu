@@ -1,31 +1,38 @@
 // Puts a weight into the layout of packed_weight.cuh, rounded to T.
 //
 // Arrays: packed T [rows, stride] in that layout, rows a multiple of 16 and stride of 64; weight
-// float [num_rows, num_columns], num_rows at most rows, num_columns at most stride. What lies
+// S [num_rows, num_columns], num_rows at most rows, num_columns at most stride. What lies
 // beyond it becomes zeros. Contiguous, each aligned to 16 bytes, apart.
 //
 // A weight may come in parts of several times 16 rows, each packed by a launch of its own.
 //
 // Grid: (ceil(rows * stride / V / 256)), V = elements of 16 bytes. Block: 256. A thread writes 16
-// bytes. Define: DTYPE. Cost: 4 + sizeof(T) bytes an element; bound by memory, done once.
+// bytes. Defines: DTYPE; SOURCE_DTYPE = f32 (default) | f16 | bf16, the type S that the numbers come
+// in. Cost: sizeof(S) + sizeof(T) bytes an element; bound by memory, done once.
 #include "packed_weight.cuh"
+
+#ifndef SOURCE_DTYPE
+#define SOURCE_DTYPE f32
+#endif
+using S = SOURCE_DTYPE;
+static_assert(IS_STORAGE_TYPE<S>, "SOURCE_DTYPE is f32, f16 or bf16");
 
 constexpr int THREADS = 256;
 
 struct Source {
-  const float* weight;
+  const S* weight;
   int num_rows;
   int num_columns;
 
   __device__ __forceinline__ T at(int row, int column) const {
     if (row >= num_rows || column >= num_columns) return round_to<T>(0.0f);
-    return round_to<T>(weight[(long long)row * num_columns + column]);
+    return round_to<T>(to_float(weight[(long long)row * num_columns + column]));
   }
 };
 
 extern "C" __global__ __launch_bounds__(THREADS) void pack_weight(
-    T* __restrict__ packed,            // [rows, stride], packed
-    const float* __restrict__ weight,  // [num_rows, num_columns]
+    T* __restrict__ packed,        // [rows, stride], packed
+    const S* __restrict__ weight,  // [num_rows, num_columns]
     int rows,
     int stride,
     int num_rows,

@@ -1,4 +1,4 @@
-// Rows of one array, copied to another by number: what embedding and gather_rows share.
+// Rows of one array, copied to another by number: what embedding_packed and gather_rows share.
 #pragma once
 
 #include "common.cuh"

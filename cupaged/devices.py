@@ -45,6 +45,7 @@ class Device:
 
     available_bytes: memory for weights, buffers and the KV pool.
     shares_memory: other programs live off the same memory, so the pool takes part of it only.
+    warms_up: kernels are to be loaded before the first request.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Device:
     available_bytes: int
     shares_memory: bool
     description: str
+    warms_up: bool = False
 
     @property
     def dtype(self) -> str:
@@ -72,7 +74,7 @@ class Device:
         """
         if self.name == "cpu":
             return
-        from cupaged.ops.cuda_attention import AttentionShape, check_attention_shape
+        from cupaged.ops.attention_shapes import AttentionShape, check_attention_shape
 
         for spec in set(specs):
             check_attention_shape(
@@ -130,14 +132,14 @@ def _open_cuda(options: DeviceOptions) -> Device:
 
     dtype = half_dtype(options.dtype, options.stored_dtype)
     runtime = CuPyRuntime()
-    ops = _cuda_ops(runtime, dtype)  # takes memory of its own
+    ops = _cuda_ops(runtime, dtype)
     memory, properties = runtime.memory_info(), runtime.properties
     available = usable_bytes(memory.total_bytes, memory.free_bytes, options.gpu_memory_utilization)
     description = (
         f"{properties.name} ({properties.arch}), {dtype}, {available / MIB:.0f} of "
         f"{memory.total_bytes / MIB:.0f} MiB usable, {memory.free_bytes / MIB:.0f} free"
     )
-    return Device("cuda", ops, available, False, description)
+    return Device("cuda", ops, available, False, description, warms_up=True)
 
 
 _OPENERS: dict[str, Callable[[DeviceOptions], Device]] = {

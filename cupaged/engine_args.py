@@ -16,8 +16,9 @@ from typing import Any
 from cupaged.config import DEVICE_BLOCK_SIZES, EngineConfig, ModelConfig
 from cupaged.devices import MIB, Device, DeviceOptions, check_device, open_device
 from cupaged.engine.core import EngineCore
+from cupaged.engine.device_memory import WEIGHT_OPTIONS, naming
 from cupaged.engine.engine import Engine
-from cupaged.engine.runner import ModelRunner
+from cupaged.engine.runner import ModelRunner, Runner
 from cupaged.engine.scheduling_policy import make_policy
 from cupaged.errors import CapacityError, ConfigError, NotSupportedError
 from cupaged.estimate import (
@@ -45,6 +46,17 @@ NOT_BUILT = frozenset(
         "preemption_mode",
     }
 )  # fmt: skip
+
+_MAX_EMPTY_BLOCKS = 2**18  # of a pool that takes no memory
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltCore:
+    """An engine core and what it was made of; `device` is None when nothing is computed."""
+
+    core: EngineCore
+    files: ModelFiles
+    device: Device | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +160,22 @@ class EngineArgs:
         return cls(**options)
 
     def build(self) -> Engine:
-        """Open the model, size the pool, read the weights, start the engine."""
+        """The engine with its text shell, in this process."""
+        built = self.build_core()
+        return Engine(
+            built.core,
+            built.files.tokenizer,
+            eos_token_ids=built.files.eos_token_ids,
+            generation_defaults=self.generation_defaults(built.files),
+            seed=self.seed,
+        )
+
+    def generation_defaults(self, files: ModelFiles) -> dict[str, float | int]:
+        """Fields of `SamplingParams` for requests that leave them out."""
+        return GENERATION_CONFIGS[self.generation_config](files)
+
+    def build_core(self) -> BuiltCore:
+        """Open the model, size the pool, read the weights, start the core."""
         files = open_model(self.model, tokenizer=self.tokenizer)
         device = open_device(
             self.device,
@@ -162,7 +189,7 @@ class EngineArgs:
         )
         specs = files.model_class.kv_cache_specs(files.config, self.block_size, device.dtype)
         device.check_attention(files.config.num_heads, specs)
-        weights = files.num_parameters * device.element_bytes
+        weights = _weight_bytes(files, device)
         available = device.available_bytes
         if weights > available:
             raise CapacityError(
@@ -170,41 +197,53 @@ class EngineArgs:
             )
         available -= weights
         length = self._max_model_len(files.config)
-        workspace = self._workspace_bytes(files, length, device.element_bytes)
+        workspace = self._workspace_bytes(files, length, device)
         if workspace > available:
             raise CapacityError(
                 "workspace in bytes",
                 workspace,
                 f"at most {available} (free memory without the weights): lower "
-                f"max_num_batched_tokens={self.max_num_batched_tokens} "
-                f"or max_num_seqs={self.max_num_seqs}",
+                f"max_num_batched_tokens={self.max_num_batched_tokens}, "
+                f"max_num_seqs={self.max_num_seqs} or max_logprobs={self.max_logprobs}",
             )
         bytes_per_block = sum(spec.bytes_per_block for spec in specs)
         config = self._engine_config(
             files, length, bytes_per_block, available - workspace, device.shares_memory
         )
-        model = load_model(files, device.ops, max_model_len=config.max_model_len)
-        policy = make_policy(self.scheduling_policy)
-        core = EngineCore(config, ModelRunner(model, specs, device.ops, config), policy=policy)
+        with naming("the weights", WEIGHT_OPTIONS):
+            model = load_model(files, device.ops, max_model_len=config.max_model_len)
+        runner = ModelRunner(model, specs, device.ops, config)
+        if device.warms_up:
+            _logger.info("warm-up: %d steps have loaded every kernel", runner.warm_up())
+        core = EngineCore(config, runner, policy=make_policy(self.scheduling_policy))
         for line in _start_lines(files, config, device, weights, bytes_per_block, workspace):
             _logger.info("%s", line)
-        return Engine(
-            core,
-            files.tokenizer,
-            eos_token_ids=files.eos_token_ids,
-            generation_defaults=GENERATION_CONFIGS[self.generation_config](files),
-            seed=self.seed,
-        )
+        return BuiltCore(core, files, device)
 
-    def _workspace_bytes(self, files: ModelFiles, length: int, element_bytes: int) -> int:
+    def build_core_without_weights(
+        self, make_runner: Callable[[ModelFiles, EngineConfig], Runner]
+    ) -> BuiltCore:
+        """A core whose runner needs no model, to measure all else; the files are only opened."""
+        files = open_model(self.model, tokenizer=self.tokenizer)
+        length = self._max_model_len(files.config)
+        num_blocks = self.num_gpu_blocks_override
+        if num_blocks is None:
+            num_blocks = min(self.max_num_seqs * -(-length // self.block_size), _MAX_EMPTY_BLOCKS)
+        config = self._limits(files, length, num_blocks)
+        policy = make_policy(self.scheduling_policy)
+        return BuiltCore(EngineCore(config, make_runner(files, config), policy=policy), files, None)
+
+    def _workspace_bytes(self, files: ModelFiles, length: int, device: Device) -> int:
         """Memory of the largest step, and of the table of RoPE."""
         limits = Limits(
             max_model_len=length,
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            max_logprobs=self.max_logprobs,
         )
-        return workspace_bytes(Shape.of(files.model_class, files.config), limits, element_bytes)
+        shape = Shape.of(files.model_class, files.config)
+        return workspace_bytes(shape, limits, device.element_bytes, device.ops.buffer_bytes)
 
     def _max_model_len(self, model: ModelConfig) -> int:
         """Most tokens of a sequence: what was asked for, if the model can serve it."""
@@ -258,6 +297,9 @@ class EngineArgs:
                 num_blocks,
                 f"at most {available // bytes_per_block} ({available / 2**20:.0f} MiB are free)",
             )
+        return self._limits(files, length, num_blocks)
+
+    def _limits(self, files: ModelFiles, length: int, num_blocks: int) -> EngineConfig:
         return EngineConfig(
             vocab_size=files.config.vocab_size,
             num_blocks=num_blocks,
@@ -271,6 +313,16 @@ class EngineArgs:
             max_num_queued_tokens=self.max_num_queued_tokens,
             max_logprobs=self.max_logprobs,
         )
+
+
+def _weight_bytes(files: ModelFiles, device: Device) -> int:
+    """As the device's operations lay them out. A tied head counts once."""
+    return sum(
+        device.ops.weight_bytes(entry.rows, entry.columns, entry.bias)
+        if entry.kind == "linear"
+        else entry.columns * device.element_bytes
+        for entry in files.entries
+    )
 
 
 def _start_lines(

@@ -13,10 +13,12 @@ from typing import Protocol, TypeAlias
 from cupaged.config import ModelConfig
 from cupaged.errors import CapacityError, ConfigError
 from cupaged.loading.weights import WeightEntry, expand
-from cupaged.ops import BYTES_PER_ELEMENT, KVCacheSpec
+from cupaged.ops import BYTES_PER_ELEMENT, KVCacheSpec, StepLimits
+from cupaged.ops.step_memory import StepMemory
 from cupaged.resources import kv_blocks_for
 
 GIB = 2**30
+_MULTIPROCESSORS = 132  # of the GPU that an estimate is for
 GPU_MEMORY_UTILIZATION = 0.92  # the rest is for the driver, the context and the kernels
 
 
@@ -72,6 +74,8 @@ class Shape:
     """A model as numbers of elements. A tied head counts once.
 
     rotary_elements_per_position: cosines and sines of the RoPE, kept for every position.
+    products: (out_features, in_features) of each different linear weight.
+    kv_specs: the different kinds of layers, with one position a block.
     """
 
     num_parameters: int
@@ -80,6 +84,9 @@ class Shape:
     rotary_elements_per_position: int
     hidden_size: int
     vocab_size: int
+    num_q_heads: int
+    products: tuple[tuple[int, int], ...]
+    kv_specs: tuple[KVCacheSpec, ...]
 
     @classmethod
     def of(cls, family: Family, config: ModelConfig) -> Shape:
@@ -94,6 +101,11 @@ class Shape:
             rotary_elements_per_position=config.head_dim,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
+            num_q_heads=config.num_heads,
+            products=tuple(
+                dict.fromkeys((e.rows, e.columns) for e in entries if e.kind == "linear")
+            ),
+            kv_specs=tuple(dict.fromkeys(specs)),
         )
 
 
@@ -105,6 +117,7 @@ class Limits:
     block_size: int = 16
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    max_logprobs: int = 20
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens"):
@@ -151,11 +164,19 @@ class Estimate:
         return min(self.limits.max_model_len, self.pool_tokens)
 
 
+# Bytes that a device's operations take for themselves, see `Ops.buffer_bytes`.
+BufferBytes: TypeAlias = Callable[[StepLimits, Sequence[tuple[int, int]]], int]
 BlocksIn: TypeAlias = Callable[[int, int, Limits], int]  # (free bytes, bytes of a block, limits)
 
 
 def estimate(
-    shape: Shape, *, dtype: str, limits: Limits, memory_bytes: int, blocks_in: BlocksIn
+    shape: Shape,
+    *,
+    dtype: str,
+    limits: Limits,
+    memory_bytes: int,
+    blocks_in: BlocksIn,
+    buffer_bytes: BufferBytes,
 ) -> Estimate:
     """What the parts of an engine take, and the pool that is left.
 
@@ -163,10 +184,11 @@ def estimate(
         dtype: of weights, activations and cache.
         memory_bytes: what all of it may take.
         blocks_in: the rule by which the pool is sized: `blocks_on_cpu` or `blocks_on_gpu`.
+        buffer_bytes: what operations take: `no_buffers`, or `gpu_buffers` of the dtype.
     """
     size = BYTES_PER_ELEMENT[dtype]
     weights = shape.num_parameters * size
-    workspace = workspace_bytes(shape, limits, size)
+    workspace = workspace_bytes(shape, limits, size, buffer_bytes)
     per_token = shape.kv_elements_per_token * size
     left = memory_bytes - weights - workspace
     return Estimate(
@@ -181,14 +203,49 @@ def estimate(
     )
 
 
-def workspace_bytes(shape: Shape, limits: Limits, element_bytes: int) -> int:
-    """Buffers of the largest step: activations and hidden states, and in float32 the logits; and
-    the table of the RoPE, in float32, too."""
+def workspace_bytes(
+    shape: Shape, limits: Limits, element_bytes: int, buffer_bytes: BufferBytes
+) -> int:
+    """Buffers of the largest step: activations and hidden states, and in float32 the logits and a
+    copy of those that are told about; the table of the RoPE, in float32, too; and what operations
+    take for themselves."""
     activations = limits.max_num_batched_tokens * shape.workspace_elements_per_token
     num_logits = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     hidden = num_logits * shape.hidden_size
     rotary = limits.max_model_len * shape.rotary_elements_per_position
-    return (activations + hidden) * element_bytes + (num_logits * shape.vocab_size + rotary) * 4
+    logits = (num_logits + limits.max_num_seqs) * shape.vocab_size
+    own = buffer_bytes(step_limits(shape, limits), shape.products)
+    return (activations + hidden) * element_bytes + (logits + rotary) * 4 + own
+
+
+def step_limits(shape: Shape, limits: Limits) -> StepLimits:
+    """The largest step, with a pool that holds the longest sequence."""
+    return StepLimits(
+        max_tokens=limits.max_num_batched_tokens,
+        max_seqs=limits.max_num_seqs,
+        max_logits=min(limits.max_num_seqs, limits.max_num_batched_tokens),
+        max_context=limits.max_model_len,
+        max_blocks_per_seq=limits.blocks_per_request,
+        vocab_size=shape.vocab_size,
+        max_logprobs=limits.max_logprobs,
+        max_steps_in_flight=1,
+        num_q_heads=shape.num_q_heads,
+        kv_specs=shape.kv_specs,
+    )
+
+
+def no_buffers(limits: StepLimits, products: Sequence[tuple[int, int]]) -> int:
+    """The operations of `cpu` take scratch memory by need, and little."""
+    return 0
+
+
+def gpu_buffers(dtype: str) -> BufferBytes:
+    """Of `CudaOps` on a large GPU; on a small one they may be less."""
+
+    def total_bytes(limits: StepLimits, products: Sequence[tuple[int, int]]) -> int:
+        return StepMemory(limits, _MULTIPROCESSORS).total_bytes(products, dtype)
+
+    return total_bytes
 
 
 def blocks_on_gpu(available_bytes: int, bytes_per_block: int, limits: Limits) -> int:

@@ -139,6 +139,7 @@ class EngineStats:
     """A snapshot of the engine core between two steps.
 
     `kv_utilisation` is the share of the slots in used blocks that hold a token (1.0 when idle).
+    `num_queued_tokens` counts the prompt tokens of requests that have never run.
     """
 
     num_running: int
@@ -153,3 +154,4 @@ class EngineStats:
     prompt_tokens_total: int
     generation_tokens_total: int
     finished_total: dict[str, int] = field(default_factory=dict)
+    num_queued_tokens: int = 0

@@ -55,7 +55,9 @@ class Request:
         "arrival",
         "cancelled",
         "core",
+        "ending_ids",
         "first_scheduled_time",
+        "max_length",
         "max_tokens",
         "num_preemptions",
         "num_prompt_tokens",
@@ -72,6 +74,9 @@ class Request:
         self.max_tokens = max_tokens
         self.num_preemptions = 0
         self.num_prompt_tokens = len(core.prompt_token_ids)
+        self.max_length = self.num_prompt_tokens + max_tokens
+        eos_token_ids = () if core.params.ignore_eos else core.eos_token_ids
+        self.ending_ids = frozenset((*core.params.stop_ids, *eos_token_ids))
         self.rules = rules_of(core.params, core.eos_token_ids, core.bad_words_token_ids)
         self.prompt_logprobs: list[TokenLogprobs] = []  # of prompt tokens 1, 2, ... so far
         first = Sequence(self, 0, list(core.prompt_token_ids))

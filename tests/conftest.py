@@ -1,8 +1,26 @@
 """Before anything imports NumPy: one BLAS thread, in the tests and in the programs they start.
 
 Several threads beside another busy process wait for each other and take many times as long.
+
+And no GPU, unless the run asks for one: what device "auto" finds must not depend on the machine.
 """
+
+from __future__ import annotations
 
 import os
 
+import pytest
+
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gpu", action="store_true", help="let the tests see GPUs; kernels are tested there too"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """CUDA reads the variable once, when CuPy asks for devices, which is later."""
+    if not config.getoption("--gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""

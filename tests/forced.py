@@ -1,7 +1,7 @@
 """Logits of a model under given tokens: what it would have said, whatever it would have drawn.
 
-The engine runs as always, but for its sampler, which keeps the logits and draws what it was told to
-draw. So prompts, chunks, batches and preemption go through the code that serves.
+The engine runs as always, but for its sampler, which keeps the logits; the requests state the
+tokens to take. So prompts, chunks, batches and preemption go through the code that serves.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from cupaged.config import EngineConfig
 from cupaged.engine.core import EngineCore
 from cupaged.engine.runner import ModelRunner, Sampler
-from cupaged.engine.sampling_batch import SamplingBatch
 from cupaged.loading.model_files import ModelFiles, load_model, open_model
-from cupaged.ops import KVCacheSpec
+from cupaged.ops import KVCacheSpec, Ops, StepContext
 from cupaged.ops.cuda_ops import CudaOps
 from cupaged.ops.numpy_ops import NumpyOps
 from cupaged.request import CoreRequest
@@ -28,38 +27,27 @@ F32 = NDArray[np.float32]
 
 
 class RecordingSampler:
-    """Keeps the logits that `draw` is shown. Requests are told apart by their seeds, 0, 1, 2 ..."""
+    """Keeps the logits that `ops` draw from. Requests are told apart by their seeds, 0, 1, 2 ..."""
 
     def __init__(
-        self, num_requests: int, draw: Sampler, to_host: Callable[[Any], F32] = np.array
+        self, num_requests: int, ops: Ops, to_host: Callable[[Any], F32] = np.array
     ) -> None:
         """`to_host` copies logits to the host."""
-        self._draw = draw
+        self._ops = ops
         self._to_host = to_host
         self._logits: list[dict[int, F32]] = [{} for _ in range(num_requests)]
 
-    def __call__(self, logits: Any, sampling: SamplingBatch) -> Any:
-        shown = self._to_host(logits)
+    def __call__(self, logits: Any, step: StepContext) -> Any:
+        shown, sampling = self._to_host(logits), step.batch.sampling
         for i, row in enumerate(sampling.logits_row):
             position = int(sampling.output_position[i])
             self._logits[int(sampling.seed[i])][position] = shown[row]
-        return self._draw(logits, sampling)
+        return self._ops.sample(logits, step.sampling)
 
     def logits_of(self, request: int) -> F32:
         """The logits before each output token, [num_output_tokens, vocab_size]."""
         kept = self._logits[request]
         return np.stack([kept[position] for position in range(len(kept))])
-
-
-class ForcedSampler:
-    """Draws `tokens[seed][output position]`."""
-
-    def __init__(self, tokens: Sequence[Sequence[int]]) -> None:
-        self._tokens = tokens
-
-    def __call__(self, logits: Any, sampling: SamplingBatch) -> NDArray[np.int32]:
-        drawn = zip(sampling.seed, sampling.output_position, strict=True)
-        return np.array([self._tokens[int(seed)][int(i)] for seed, i in drawn], np.int32)
 
 
 class LoadedModel:
@@ -106,12 +94,15 @@ class LoadedModel:
         Args:
             runs: prompt ids and the tokens to draw after them.
         """
-        sampler = RecordingSampler(
-            len(runs), ForcedSampler([forced for _, forced in runs]), self.to_host
-        )
+        sampler = RecordingSampler(len(runs), self.ops, self.to_host)
         core = self.core(sampler=sampler, **limits)
         for i, (prompt, forced) in enumerate(runs):
-            params = SamplingParams(temperature=0, max_tokens=len(forced), ignore_eos=True)
+            params = SamplingParams(
+                temperature=0,
+                max_tokens=len(forced),
+                ignore_eos=True,
+                trace_decode_token_ids=list(forced),
+            )
             core.add_request(CoreRequest(str(i), tuple(prompt), params, seed=i))
         while core.has_unfinished_requests:
             core.step()

@@ -18,7 +18,7 @@ from cupaged.config import EngineConfig
 from cupaged.engine.batch import StepPlan
 from cupaged.engine.core import EngineCore
 from cupaged.engine.runner import ModelRunner, StepOutput
-from cupaged.engine.sampling_batch import SamplingBatch
+from cupaged.ops import StepContext
 from cupaged.outputs import TokenLogprobs
 from cupaged.request import CoreRequest
 from cupaged.sampling_params import SamplingParams
@@ -121,7 +121,7 @@ class RecordingRunner(ModelRunner):
         self.step_tokens: list[int] = []
         self._to_host = model.to_host
         self._watched = _WatchedModel(model)
-        self._sample = model.ops.sample
+        self._draw_with = model.ops
         self._plan = StepPlan(-1)
         super().__init__(
             cast(Any, self._watched),
@@ -163,13 +163,13 @@ class RecordingRunner(ModelRunner):
                 self.records.setdefault((request_id, entry.sequence.index + index), Record())
         return output
 
-    def _keep_logits_and_draw(self, logits: Any, sampling: SamplingBatch) -> Any:
+    def _keep_logits_and_draw(self, logits: Any, step: StepContext) -> Any:
         rows = _bits(self._to_host(logits))
         drawing = [entry for entry in self._plan.scheduled if entry.num_samples]
         for entry, row in zip(drawing, rows, strict=True):
             kept = self._record_of(entry.sequence)
             _keep("logits", kept.logits, entry.start + entry.num_tokens - 1, row)
-        return self._sample(logits, sampling)
+        return self._draw_with.sample(logits, step.sampling)
 
     def _record_of(self, sequence: Any) -> Record:
         key = (sequence.request.core.request_id, sequence.index)

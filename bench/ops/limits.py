@@ -2,8 +2,8 @@
 
 For a step of Llama-3-8B: bytes, operations and the time that memory, arithmetic and the issue of
 instructions need at least on one GPU of each architecture; the largest should bind. Memory and
-arithmetic are from data sheets, instructions from the kernel's inner loop: all of it counts, so
-that theirs is an upper bound. Latency, caches and bank conflicts are not in it.
+arithmetic are from the documents named below, instructions from the kernel's inner loop: all of it
+counts, so that theirs is an upper bound. Latency, caches and bank conflicts are not in it.
 
     python bench/ops/limits.py [--arch sm_80 sm_90]
 
@@ -33,10 +33,11 @@ _HEAD_DIM = int(ATTENTION["HEAD_DIM"])
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU, from its data sheet: boost clock, memory, dense 16-bit products summed in float.
+    """A GPU, from public documents.
 
-    From sm_90 on, `mma.sync`, which is what the kernels use, does not reach tensor_tflops: newer
-    instructions would. cores: of a multiprocessor, one fused multiply-add a clock each.
+    ghz: boost clock, with the tensor cores busy where that makes a difference. tensor_tflops: dense
+    products of 16-bit numbers, summed in float. From sm_90 on, `mma.sync`, which is what the
+    kernels use, does not reach it: newer instructions would. fp32_tflops: without tensor cores.
     """
 
     name: str
@@ -44,26 +45,33 @@ class Gpu:
     ghz: float
     gb_per_s: float
     tensor_tflops: float
-    cores: int = 128
+    fp32_tflops: float
 
     @property
     def slots_per_byte(self) -> float:
         """Instructions of a warp that can be issued while memory moves a byte."""
         return _SCHEDULERS * self.multiprocessors * self.ghz / self.gb_per_s
 
-    @property
-    def fp32_tflops(self) -> float:
-        """Without tensor cores."""
-        return 2e-3 * self.cores * self.multiprocessors * self.ghz
-
 
 GPUS = {
-    "sm_80": Gpu("A100 SXM 80 GB", 108, 1.41, 2039, 312, cores=64),
-    "sm_86": Gpu("A10", 72, 1.695, 600, 125),
-    "sm_89": Gpu("L40S", 142, 2.52, 864, 362),
-    "sm_90": Gpu("H100 SXM", 132, 1.83, 3352, 989),
-    "sm_100": Gpu("B200", 148, 1.85, 8000, 2250),
-    "sm_120": Gpu("RTX 5090", 170, 2.41, 1792, 209.5),
+    # NVIDIA A100 Tensor Core GPU Datasheet: memory, products, float. NVIDIA A100 Tensor Core GPU
+    # Architecture (white paper): multiprocessors, clock; deviceQuery says the same.
+    "sm_80": Gpu("A100 SXM 80 GB", 108, 1.41, 2039, 312, 19.5),
+    # NVIDIA A10 Tensor Core GPU Datasheet; multiprocessors and clock from TechPowerUp's GPU
+    # Database, "NVIDIA A10 PCIe". As on the A40, sums in float cost no speed.
+    "sm_86": Gpu("A10", 72, 1.695, 600, 125, 31.2),
+    # NVIDIA L40S Datasheet; clock from TechPowerUp's GPU Database, "NVIDIA L40S". The data sheet
+    # counts products at 2.49 GHz, the clock of the L40.
+    "sm_89": Gpu("L40S", 142, 2.52, 864, 362, 91.6),
+    # NVIDIA H100 Tensor Core GPU Architecture (white paper). Products at 1.83 GHz, float at 1.98.
+    "sm_90": Gpu("H100 SXM", 132, 1.83, 3352, 989.4, 66.9),
+    # NVIDIA Blackwell Architecture Technical Brief, HGX B200: products. Multiprocessors and memory,
+    # 7,680 bits at 3,996 MHz, as the device reports them in pytorch/ao's pull request 4002; NVIDIA
+    # writes "up to 8 TB/s". NVIDIA states no clock: 1.86 GHz for products, 1.98 for float, from
+    # HMC Tech, "NVIDIA B200 vs NVIDIA B100".
+    "sm_100": Gpu("B200", 148, 1.86, 7672, 2250, 75),
+    # NVIDIA RTX Blackwell GPU Architecture (white paper), GeForce RTX 5090.
+    "sm_120": Gpu("RTX 5090", 170, 2.407, 1792, 209.5, 104.8),
 }
 
 

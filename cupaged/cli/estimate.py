@@ -115,12 +115,14 @@ def _estimate(args: argparse.Namespace, hf: dict[str, Any], place: Place) -> Est
     given = {name: value for name in _LIMITS if (value := getattr(args, name)) is not None}
     stored = hf.get("dtype", hf.get("torch_dtype"))
     on_cpu = place.gpu is None
+    dtype = arithmetic.dtype_on(place.gpu, args.dtype, str(stored))
     return arithmetic.estimate(
         arithmetic.Shape.of(family, config),
-        dtype=arithmetic.dtype_on(place.gpu, args.dtype, str(stored)),
+        dtype=dtype,
         limits=arithmetic.Limits(**{"max_model_len": config.default_context, **given}),
         memory_bytes=place.memory_bytes,
         blocks_in=arithmetic.blocks_on_cpu if on_cpu else arithmetic.blocks_on_gpu,
+        buffer_bytes=arithmetic.no_buffers if on_cpu else arithmetic.gpu_buffers(dtype),
     )
 
 

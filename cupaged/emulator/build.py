@@ -106,12 +106,12 @@ def build(path: Path, options: BuildOptions) -> Path:
     except OSError as error:
         raise CompileError(f"{path} cannot be read: {error.strerror}", str(path)) from error
     parts = (
-        sources, str(path), _own_digest(), compiler.identity, *flags, *options.define_flags,
+        sources.whole, str(path), _own_digest(), compiler.identity, *flags, *options.define_flags,
         *options.name_expressions, *map(str, options.include_dirs), str(options.portable_switch),
         *(os.environ.get(name, "") for name in _SEARCHED),
     )  # fmt: skip
     record = _record(path.stem[:_TITLE_CHARS], parts)
-    made = find_made(record)
+    made = find_made(record, sources.files)
     if made is None:
         runtime = _native_runtime(compiler, options.portable_switch)
         content, read = _compile(compiler, path, options, flags, runtime)
@@ -162,7 +162,7 @@ def _native_runtime(compiler: Compiler, portable_switch: bool) -> Path:
     """The object file of the runtime."""
     flags = native_flags(portable_switch=portable_switch)
     record = _record("runtime", (_own_digest(), compiler.identity, *flags))
-    made = find_made(record)
+    made = find_made(record, {})
     if made is None:
         sources = [str(file) for file in sorted(NATIVE_DIR.glob("*.cpp"))]
         with tempfile.TemporaryDirectory(prefix="cupaged-") as scratch:

@@ -31,14 +31,20 @@ _SYSTEM = "3"  # the flag of a marker
 Sources = Mapping[str, str | None]
 
 
-def find_made(record: Path) -> Path | None:
-    """The compiled file of a record; None if there is none, or it is damaged or out of date."""
+def find_made(record: Path, known: Mapping[str, str]) -> Path | None:
+    """The compiled file of a record; None if there is none, or it is damaged or out of date.
+
+    known: digests of sources that were read just now, by path.
+    """
     try:
         entry = json.loads(record.read_bytes())
         made = record.parent / entry["made"]
         content = made.read_bytes()
         is_whole = [len(content), zlib.crc32(content)] == entry["bytes_and_crc32"]
-        is_current = all(_digest(path) == digest for path, digest in entry["sources"].items())
+        is_current = all(
+            (known.get(path) or _digest(path)) == digest
+            for path, digest in entry["sources"].items()
+        )
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
     return made if is_whole and is_current else None

@@ -10,12 +10,14 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 import weakref
 
 ALIGNMENT_BYTES = 256  # as cudaMalloc gives it
 GAP_BYTES = 4 << 30
 
-_PROT_NONE = 0  # the mmap module does not name it
+_PROT_NONE = 0  # the mmap module does not name it, and the other only of late
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -36,7 +38,7 @@ class Mapping:
         usable = -(-padded // mmap.PAGESIZE) * mmap.PAGESIZE
         total = usable + 2 * GAP_BYTES
         flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
-        flags |= mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        flags |= mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", _MAP_NORESERVE)
         begin: int | None = _libc.mmap(None, total, _PROT_NONE, flags, -1, 0)
         if begin is None or begin == _MAP_FAILED:
             raise _error(num_bytes)

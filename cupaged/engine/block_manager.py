@@ -39,7 +39,7 @@ class BlockManager:
         self._free: deque[int] = deque(range(num_blocks))  # least recently freed first
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._rows: dict[Hashable, int] = {}
-        self._num_held: NDArray[np.int32] = np.zeros(max_num_seqs, np.int32)
+        self._num_held = [0] * max_num_seqs  # blocks, by row
         self._quarantine: deque[tuple[int, list[int]]] = deque()  # (last step, blocks)
         self._in_flight: dict[int, set[int]] = {}  # step: the blocks it copies from
 
@@ -87,7 +87,8 @@ class BlockManager:
         if key not in self._rows:
             return []
         row = self._rows[key]
-        return [int(block) for block in self.block_table[row, : self._num_held[row]]]
+        blocks: list[int] = self.block_table[row, : self._num_held[row]].tolist()
+        return blocks
 
     # ---- giving and taking ---------------------------------------------------------------------
 
@@ -113,7 +114,7 @@ class BlockManager:
             a step in flight copies from a block to be written; then nothing has changed.
         """
         row = self._rows.get(key)
-        held = 0 if row is None else int(self._num_held[row])
+        held = 0 if row is None else self._num_held[row]
         end = num_computed_tokens + num_new_tokens + num_lookahead_tokens
         num_appended = max(0, self.blocks_for(end) - held)
         first = num_computed_tokens // self.block_size
@@ -122,7 +123,7 @@ class BlockManager:
             and not num_appended
             and not self._in_flight
             and first == held - 1
-            and self.ref_counts[self.block_table[row, first]] == 1
+            and self.ref_counts.item(self.block_table.item(row, first)) == 1
             and reserve <= len(self._free)
         ):
             return []  # a decode step inside its own last block: nearly every call
@@ -153,7 +154,7 @@ class BlockManager:
         """Give `child` the blocks of `parent`; both hold every one of them."""
         source = self._rows[parent]
         row = self._take_row(child)
-        held = int(self._num_held[source])
+        held = self._num_held[source]
         self.block_table[row, :held] = self.block_table[source, :held]
         self._num_held[row] = held
         self.ref_counts[self.block_table[row, :held]] += 1
@@ -164,7 +165,7 @@ class BlockManager:
         keep = self.blocks_for(num_tokens)
         dropped = self.block_table[row, keep : self._num_held[row]].tolist()
         self.block_table[row, keep:] = UNUSED
-        self._num_held[row] = min(keep, int(self._num_held[row]))
+        self._num_held[row] = min(keep, self._num_held[row])
         self._release(dropped)
 
     def free(self, key: Hashable) -> None:
@@ -172,7 +173,7 @@ class BlockManager:
         row = self._rows.pop(key, None)
         if row is None:
             return
-        held = int(self._num_held[row])
+        held = self._num_held[row]
         blocks = self.block_table[row, :held].tolist()
         self.block_table[row, :held] = UNUSED
         self._num_held[row] = 0
@@ -251,7 +252,7 @@ class BlockManager:
         assert all(0 <= b < self.num_blocks for b in idle), "a free block id is out of range"
         counts = np.zeros(self.num_blocks, np.int32)
         for key, row in self._rows.items():
-            n = int(self._num_held[row])
+            n = self._num_held[row]
             blocks = self.block_table[row, :n]
             assert n == 0 or 0 <= blocks.min() <= blocks.max() < self.num_blocks, (
                 f"sequence {key} holds a block id out of range"
@@ -269,5 +270,5 @@ class BlockManager:
         )
         rows = [*self._rows.values(), *self._free_rows]
         assert sorted(rows) == list(range(len(self.block_table))), "a row is lost or used twice"
-        assert (self._num_held[self._free_rows] == 0).all(), "a free row holds blocks"
+        assert not any(self._num_held[row] for row in self._free_rows), "a free row holds blocks"
         assert (self.block_table[self._free_rows] == UNUSED).all(), "a free row has a stale block"

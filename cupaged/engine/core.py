@@ -7,11 +7,13 @@ given to it, and what goes in and out are plain dataclasses.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from itertools import islice
+from typing import TypeVar
 
 from cupaged.config import EngineConfig
 from cupaged.engine.batch import StepPlan
@@ -23,6 +25,9 @@ from cupaged.engine.scheduling_policy import FirstComeFirstServed, SchedulingPol
 from cupaged.errors import EngineError, QueueFullError
 from cupaged.outputs import CoreOutput, EngineStats, FinishReason, TokenLogprobs
 from cupaged.request import CoreRequest, Request, Sequence, SequenceStatus
+
+_T = TypeVar("_T")
+_logger = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -53,15 +58,18 @@ class EngineCore:
         if policy is None:  # an empty policy is false
             policy = FirstComeFirstServed()
         self.scheduler = Scheduler(config, self.block_manager, policy)
+        self._schedule = self.scheduler.schedule  # another one while suspects are tried
         self._runner = runner
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[tuple[StepPlan, int]] = deque()
+        self.num_admitted = 0  # requests that were scheduled for the first time
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_preemptions = 0
         self._num_prompt_tokens = 0
-        self._num_generated_tokens = 0
+        self.num_computed_tokens = 0  # in all steps, recomputed ones too
+        self.num_generated_tokens = 0
         self._finished: Counter[str] = Counter()
 
     # ---- requests ------------------------------------------------------------------------------
@@ -106,6 +114,19 @@ class EngineCore:
         """True while the request is unfinished."""
         return request_id in self._requests
 
+    def was_scheduled(self, request_id: str) -> bool:
+        """True if a step has computed a part of the unfinished request."""
+        return self._requests[request_id].first_scheduled_time is not None
+
+    def unfinished_samples(self, request_id: str) -> list[int]:
+        """Indices of the samples of a request that have not ended; empty if it is unknown."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        if request.has_forked:
+            return [s.index for s in request.unfinished()]
+        return [i for i in range(request.core.params.n) if i not in request.cancelled]
+
     @property
     def has_priorities(self) -> bool:
         """True when the scheduling policy looks at the priorities of requests."""
@@ -122,25 +143,29 @@ class EngineCore:
         """Submit a step if there is room in flight, collect the oldest one, give its tokens.
 
         Raises:
-            EngineError: the runner failed; the requests of that step are gone, all others go on.
+            EngineError: the runner failed for one request alone; it is gone, all others go on.
         """
         while len(self._in_flight) < self.config.max_steps_in_flight:
-            plan = self.scheduler.schedule()
+            plan = self._schedule()
             self._num_preemptions += len(plan.preempted)
             if not plan.scheduled:
                 break
             for sequence in plan.admitted:
                 if sequence.request.first_scheduled_time is None:
                     sequence.request.first_scheduled_time = self._clock()
-            with self._dropping_on_failure(plan):
-                self._in_flight.append((plan, self._runner.submit(plan)))
+                    self.num_admitted += 1
+            handle = self._attempt(plan, partial(self._runner.submit, plan))
+            if handle is not None:
+                self._in_flight.append((plan, handle))
         if not self._in_flight:
             assert not self._requests, "no request can be scheduled, though some are unfinished"
             return []
         plan, handle = self._in_flight.popleft()
-        with self._dropping_on_failure(plan):
-            output = self._runner.collect(handle)
+        output = self._attempt(plan, partial(self._runner.collect, handle))
+        if output is None:
+            return []
         self._num_steps += 1
+        self.num_computed_tokens += plan.num_tokens
         self.scheduler.complete(plan)
         return self._apply(plan, output)
 
@@ -166,8 +191,9 @@ class EngineCore:
             ),
             num_steps=self._num_steps,
             prompt_tokens_total=self._num_prompt_tokens,
-            generation_tokens_total=self._num_generated_tokens,
+            generation_tokens_total=self.num_generated_tokens,
             finished_total=dict(self._finished),
+            num_queued_tokens=self.scheduler.num_queued_tokens,
         )
 
     def audit(self) -> None:
@@ -223,20 +249,42 @@ class EngineCore:
             self._forget_if_finished(request)
         return True
 
-    @contextmanager
-    def _dropping_on_failure(self, plan: StepPlan) -> Iterator[None]:
-        """End the requests of a step whose runner fails, so that the others can go on."""
+    def _attempt(self, plan: StepPlan, action: Callable[[], _T]) -> _T | None:
+        """What the runner gives; None if it fails for a step of several requests.
+
+        These wait to be tried one by one, so that only the guilty ones are lost: which tokens are
+        drawn does not depend on the step they are drawn in.
+        """
         try:
-            yield
+            return action()
         except BaseException as error:
             self.scheduler.complete(plan)
-            for request in dict.fromkeys(e.sequence.request for e in plan.scheduled):
+            requests = dict.fromkeys(e.sequence.request for e in plan.scheduled)
+            if isinstance(error, Exception) and len(requests) > 1:
+                _logger.warning(
+                    "step %d of %d requests failed, each is tried alone: %s",
+                    plan.step_id,
+                    len(requests),
+                    error,
+                )
+                self.scheduler.set_aside(plan)
+                self._schedule = self._schedule_suspect
+                return None
+            for request in requests:
                 for sequence in request.unfinished():
                     self._finish(sequence, "error")
                 self._forget_if_finished(request)
             if isinstance(error, Exception):
                 raise EngineError(f"step {plan.step_id} failed: {error}") from error
             raise
+
+    def _schedule_suspect(self) -> StepPlan:
+        """Plan a step of one suspect; when none is left, as usual again."""
+        plan = self.scheduler.schedule_suspect()
+        if plan.scheduled or self.scheduler.has_suspects:
+            return plan
+        self._schedule = self.scheduler.schedule
+        return self._schedule()
 
     def _apply(self, plan: StepPlan, output: StepOutput) -> list[CoreOutput]:
         """Fork where a prompt is done, append the drawn tokens, stop what has to stop."""
@@ -245,50 +293,65 @@ class EngineCore:
         drawn = zip(output.token_ids, told, strict=True)
         for i, entry in enumerate(plan.scheduled):
             samples = list(islice(drawn, entry.num_samples))
-            parent = entry.sequence
+            parent, request = entry.sequence, entry.sequence.request
             if parent.status is not SequenceStatus.RUNNING:
                 continue  # aborted while in flight
             if output.prompt_logprobs:
-                parent.request.prompt_logprobs += output.prompt_logprobs[i]
+                request.prompt_logprobs += output.prompt_logprobs[i]
             if not samples:
                 continue  # a chunk in the middle of the tokens
-            parent.num_pending_samples = 1
-            prompt_logprobs = [] if parent.num_output_tokens else parent.request.prompt_logprobs
-            siblings = [self.scheduler.fork(parent, j) for j in range(1, len(samples))]
-            for sequence, (tokens, logprobs) in zip([parent, *siblings], samples, strict=True):
-                if sequence.index in parent.request.cancelled:
-                    self._finish(sequence, parent.request.cancelled.pop(sequence.index))
-                else:
-                    outputs.append(self._append(sequence, tokens, logprobs))
-                    outputs[-1].prompt_logprobs, prompt_logprobs = prompt_logprobs, []
-            self._forget_if_finished(parent.request)
+            tells_prompt = request.prompt_logprobs and not parent.num_output_tokens
+            first = len(outputs)
+            if len(samples) == 1:
+                outputs.append(self._append(parent, *samples[0]))
+            else:
+                outputs += self._fork(parent, samples)
+            if tells_prompt and first < len(outputs):
+                outputs[first].prompt_logprobs = request.prompt_logprobs
+            if len(samples) > 1 or parent.finish_reason is not None:
+                self._forget_if_finished(request)
         return outputs
+
+    def _fork(
+        self, parent: Sequence, samples: list[tuple[list[int], list[TokenLogprobs] | None]]
+    ) -> Iterator[CoreOutput]:
+        """Make a sequence of each sample, with its tokens; some may have been cancelled before."""
+        parent.num_pending_samples = 1
+        cancelled = parent.request.cancelled
+        siblings = [self.scheduler.fork(parent, j) for j in range(1, len(samples))]
+        for sequence, (tokens, logprobs) in zip([parent, *siblings], samples, strict=True):
+            if sequence.index in cancelled:
+                self._finish(sequence, cancelled.pop(sequence.index))
+            else:
+                yield self._append(sequence, tokens, logprobs)
 
     def _append(
         self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None
     ) -> CoreOutput:
         """Append drawn tokens up to the first that ends the sequence."""
         accepted: list[int] = []
-        request = sequence.request
+        request, token_ids = sequence.request, sequence.token_ids
         for token in tokens:
             if token == FAILED_TOKEN:
                 self._finish(sequence, "error")
                 break
             accepted.append(token)
-            sequence.token_ids.append(token)
-            self._num_generated_tokens += 1
-            self._stop_if_due(sequence, token)
-            if sequence.status is SequenceStatus.FINISHED:
-                break
+            token_ids.append(token)
+            if token in request.ending_ids or len(token_ids) >= request.max_length:
+                self._stop_if_due(sequence, token)
+                if sequence.status is SequenceStatus.FINISHED:
+                    break
+        self.num_generated_tokens += len(accepted)
         return CoreOutput(
-            request_id=request.core.request_id,
-            index=sequence.index,
-            new_token_ids=accepted,
-            logprobs=None if logprobs is None else logprobs[: len(accepted)],
-            num_preemptions=request.num_preemptions,
-            first_scheduled_time=request.first_scheduled_time,
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_reason,
+            request.core.request_id,
+            sequence.index,
+            accepted,
+            None if logprobs is None else logprobs[: len(accepted)],
+            [],
+            request.num_preemptions,
+            request.first_scheduled_time,
+            sequence.finish_reason,
+            sequence.stop_reason,
         )
 
     def _stop_if_due(self, sequence: Sequence, token: int) -> None:
@@ -310,3 +373,4 @@ class EngineCore:
         request_id = request.core.request_id
         if request.finished and self._requests.get(request_id) is request:  # ids are used again
             del self._requests[request_id]
+            request.sequences.clear()  # no cycle of references: its memory is free at once

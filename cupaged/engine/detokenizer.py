@@ -25,6 +25,7 @@ _REPLACEMENT = "\ufffd"
 # others are a margin for decoders that look further back.
 _CONTEXT_IDS = 8
 _MAX_WINDOW_IDS = 24
+_MAX_WHOLE_IDS = 96  # of a window that nothing decodes
 
 
 class IncrementalDetokenizer:
@@ -44,6 +45,12 @@ class IncrementalDetokenizer:
         skip_special_tokens: leave special tokens out of the text.
     """
 
+    __slots__ = (
+        "_byte_ids", "_byte_run", "_hidden_ids", "_is_clean", "_is_text_old", "_max_window_ids",
+        "_num_delivered", "_prompt_rest", "_skip_special_tokens", "_text", "_tokenizer",
+        "_whole_texts", "_window",
+    )  # fmt: skip
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -55,6 +62,7 @@ class IncrementalDetokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._hidden_ids = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._byte_ids = tokenizer.byte_fallback_ids
+        self._whole_texts = tokenizer.whole_texts
         self._window: list[int] = []  # the last ids, without an unfinished run of byte tokens
         self._byte_run: list[int] = []  # the unfinished run behind them
         self._max_window_ids = _MAX_WINDOW_IDS
@@ -65,22 +73,50 @@ class IncrementalDetokenizer:
         # What the prompt's own text ends with, beyond what is final.
         self._prompt_rest = shown[self._num_delivered :]
         self._shorten()
+        self._is_clean = self._num_delivered == len(self._text) and not self._prompt_rest
+        self._is_text_old = False  # `_text` is not of the window, all of whose text is delivered
 
-    def append(self, token_ids: Iterable[int]) -> str:
+    def append(self, token_ids: Sequence[int]) -> str:
         """Take the next ids of the output; returns the text that has become final, often ''."""
+        if self._is_clean:  # what is whole by itself is final at once, without decoding
+            texts, whole = self._whole_texts, ""
+            for token_id in token_ids:
+                text = texts[token_id]
+                if text is None:
+                    break
+                whole += text
+            else:
+                window = self._window
+                window += token_ids
+                if len(window) > _MAX_WHOLE_IDS:
+                    del window[:-_CONTEXT_IDS]
+                self._is_text_old = True
+                return whole
+            self._renew_text()
         if not self._take(token_ids):
             return ""
         self._text = self._decode(self._window)
         piece = self._deliver(self._num_final_chars())
         self._shorten()
+        self._is_clean = self._num_delivered == len(self._text) and not self._prompt_rest
         return piece
 
     def finish(self) -> str:
         """No more ids will come; returns the text held back. A second call returns ''."""
+        if self._is_text_old:
+            return ""  # nothing is held back
         self._window += self._byte_run
         self._byte_run = []
         self._text = self._decode(self._window)
         return self._deliver(len(self._text))
+
+    def _renew_text(self) -> None:
+        """Decode the end of the window, if tokens have passed by without that."""
+        if self._is_text_old:
+            del self._window[:-_CONTEXT_IDS]
+            self._text = self._decode(self._window)
+            self._num_delivered = len(self._text)
+            self._is_text_old = False
 
     def _take(self, token_ids: Iterable[int]) -> bool:
         """Put ids that have text behind the window; returns whether the window has grown."""

@@ -12,7 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.config import EngineConfig
-from cupaged.errors import CapacityError, InvalidParameterError, PromptError
+from cupaged.errors import (
+    CapacityError,
+    ContextLengthError,
+    DuplicateRequestError,
+    InvalidParameterError,
+    PromptError,
+)
 from cupaged.request import CoreRequest
 from cupaged.sampling_params import SamplingParams
 
@@ -33,7 +39,7 @@ def check_request(request: CoreRequest, config: EngineConfig, unfinished: Contai
     if not isinstance(request.request_id, str):
         raise InvalidParameterError("request_id", request.request_id, "a string")
     if request.request_id in unfinished:
-        raise InvalidParameterError(
+        raise DuplicateRequestError(
             "request_id", request.request_id, "different from all unfinished requests"
         )
     if not isinstance(params, SamplingParams):
@@ -42,7 +48,7 @@ def check_request(request: CoreRequest, config: EngineConfig, unfinished: Contai
     _check_integer("priority", request.priority, -(2**63), 2**63 - 1)
     prompt = _checked_prompt(request.prompt_token_ids, config.vocab_size)
     if len(prompt) >= config.max_model_len:
-        raise PromptError(
+        raise ContextLengthError(
             "prompt length in tokens",
             len(prompt),
             f"at most {config.max_model_len - 1} (max_model_len={config.max_model_len} less "

@@ -14,9 +14,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from cupaged.config import EngineConfig, ModelConfig
-from cupaged.engine.batch import Batch, PromptLogprobsBatch, StepPlan, build_batch
-from cupaged.engine.sampling_batch import SamplingBatch
-from cupaged.ops import KVCache, KVCacheSpec, Ops, StepContext
+from cupaged.engine.batch import Batch, StepPlan, build_batch
+from cupaged.engine.device_memory import BUFFER_OPTIONS, empty_pool, naming, step_limits
+from cupaged.engine.started_step import StartedStep
+from cupaged.engine.warm_up import largest_step, warm_up_batch
+from cupaged.ops import Download, KVCache, KVCacheSpec, Ops, StepContext
 from cupaged.outputs import TokenLogprobs
 
 FAILED_TOKEN = -1  # a draw whose logits were not numbers
@@ -67,14 +69,14 @@ class Model(Protocol):
 
 
 class Sampler(Protocol):
-    """Draws one token a sample: logits [num_logits, vocab_size] -> int32 [num_samples]."""
+    """Draws one token a sample: logits [num_logits, vocab_size] -> int32 [num_samples], both on the
+    device. What is to be drawn is in `step.sampling`, and on the host in `step.batch.sampling`."""
 
-    def __call__(self, logits: Any, sampling: SamplingBatch) -> Any: ...
+    def __call__(self, logits: Any, step: StepContext) -> Any: ...
 
 
 class ModelRunner:
-    """Runs a model on a device. All memory is taken in the constructor, but for a copy of the
-    logits whose logprobs are asked."""
+    """Runs a model on a device. All memory is taken in the constructor."""
 
     def __init__(
         self,
@@ -85,75 +87,96 @@ class ModelRunner:
         *,
         sampler: Sampler | None = None,
     ) -> None:
-        """`sampler` replaces the ops' own, e.g. to force tokens and look at logits."""
+        """`sampler` replaces the ops' own, e.g. to look at logits.
+
+        Raises:
+            DeviceMemoryError: the device has no memory for the KV pool or for the buffers.
+        """
         self._model = model
         self._ops = ops
         self._config = config
-        self._sampler = sampler or ops.sample
-        self._kv_caches = [ops.empty_kv_cache(s, config.num_blocks) for s in kv_cache_specs]
-        widths, max_tokens = model.workspace_widths(model.config), config.max_num_batched_tokens
-        self._work = {name: ops.empty((max_tokens, n), ops.dtype) for name, n in widths.items()}
-        self._hidden = ops.empty((config.max_logits, model.config.hidden_size), ops.dtype)
-        self._logits = ops.empty((config.max_logits, config.vocab_size), np.float32)
-        self._done: dict[int, StepOutput] = {}
+        self._sampler = sampler or self._sample
+        self._kv_caches = empty_pool(ops, kv_cache_specs, config.num_blocks)
+        widths = model.workspace_widths(model.config)
+        hidden_size, vocab_size = model.config.hidden_size, config.vocab_size
+        with naming("the buffers of a step", BUFFER_OPTIONS):
+            ops.reserve(step_limits(config, model.config.num_heads, kv_cache_specs))
+            self._work = {
+                name: ops.empty((config.max_num_batched_tokens, width), ops.dtype)
+                for name, width in widths.items()
+            }
+            self._hidden = ops.empty((config.max_logits, hidden_size), ops.dtype)
+            self._logits = ops.empty((config.max_logits, vocab_size), np.float32)
+            # Sampling edits the logits; reports are of the model's own.
+            self._own_logits = ops.empty((config.max_num_seqs, vocab_size), np.float32)
+        self._started: dict[int, StartedStep] = {}
 
     def submit(self, plan: StepPlan) -> int:
-        """Compute the step at once."""
-        batch = build_batch(plan, self._config.block_size)
-        if len(batch.copies):
-            self._ops.copy_blocks(self._kv_caches, batch.copies)
-        step = self._ops.begin_step(batch)
-        hidden = self._model.forward(step, self._kv_caches, self._work)
-        prompt_logprobs = self._score_prompts(hidden, batch.prompt_logprobs)
-        tokens, logprobs = self._draw(hidden, batch)
-        self._done[plan.step_id] = StepOutput(
-            plan.step_id, [[token] for token in tokens], logprobs, prompt_logprobs
-        )
+        """Launch the step and the download of what it gives, and wait for neither."""
+        self._started[plan.step_id] = self._start(build_batch(plan, self._config.block_size))
         return plan.step_id
 
     def collect(self, handle: int) -> StepOutput:
-        """The tokens of a step that `submit` has computed."""
-        return self._done.pop(handle)
+        """Wait for the step."""
+        return self._finish(handle, self._started.pop(handle))
 
-    def _draw(
-        self, hidden: Any, batch: Batch
-    ) -> tuple[list[int], list[list[TokenLogprobs] | None]]:
+    def warm_up(self) -> int:
+        """Run steps that load every kernel a step can need; how many there were.
+
+        Only before the first request: the KV pool is written to.
+
+        Raises:
+            DeviceError: a step failed on the device.
+        """
+        groups = 1 + max((cache.spec.group for cache in self._kv_caches), default=0)
+        counts = self._ops.warm_up_counts(largest_step(self._config))
+        for count in counts:
+            self._finish(-1, self._start(warm_up_batch(count, self._config, groups)))
+        return len(counts)
+
+    def _start(self, batch: Batch) -> StartedStep:
+        """Launch a step."""
+        step = self._ops.begin_step(batch)
+        if len(batch.copies):
+            self._ops.copy_blocks(self._kv_caches, step)
+        hidden = self._model.forward(step, self._kv_caches, self._work)
+        prompts = self._score_prompts(hidden, step)
+        return StartedStep(batch, self._draw(hidden, step), prompts)
+
+    def _sample(self, logits: Any, step: StepContext) -> Any:
+        return self._ops.sample(logits, step.sampling)
+
+    def _draw(self, hidden: Any, step: StepContext) -> Download:
         """A token a sample, and what the samples that asked want to know about it."""
-        if not len(batch.logits_tokens):
-            return [], []
-        sampling = batch.sampling
-        logits = self._compute_logits(hidden, batch.logits_tokens)
-        asking = np.flatnonzero(sampling.num_logprobs >= 0)
-        if len(asking):  # sampling edits the logits; the report is of the model's own
-            own = self._ops.empty((len(asking), self._config.vocab_size), np.float32)
-            self._ops.gather_rows(own, logits, sampling.logits_row[asking])
-        drawn = self._sampler(logits, sampling)
-        tokens = np.where((sampling.forced >= 0) & (drawn >= 0), sampling.forced, drawn)
-        if not len(asking):
-            return tokens.tolist(), []
-        counts = sampling.num_logprobs[asking]
-        known = np.maximum(tokens[asking], 0).astype(np.int32)
-        report = self._ops.logprobs(own, known, int(counts.max()))
-        logprobs: list[list[TokenLogprobs] | None] = [None] * len(tokens)
-        for sample, told in zip(asking.tolist(), _told(report, counts.tolist()), strict=True):
-            logprobs[sample] = [told]
-        return tokens.tolist(), logprobs
+        sampling = step.batch.sampling
+        if not len(step.batch.logits_tokens):
+            return self._ops.download([])
+        logits = self._compute_logits(hidden, step.logits_tokens)
+        num_told = len(step.told_samples)
+        own = self._own_logits[:num_told]
+        if num_told:
+            self._ops.gather_rows(own, logits, step.told_rows)
+        tokens = self._sampler(logits, step)
+        if not num_told:
+            return self._ops.download([tokens])
+        count = int(sampling.num_logprobs.max())
+        report = self._ops.logprobs(own, tokens, count, step.told_samples)
+        return self._ops.download([tokens, *report])
 
-    def _score_prompts(
-        self, hidden: Any, wanted: PromptLogprobsBatch | None
-    ) -> list[list[TokenLogprobs]]:
-        """Log probabilities of prompt tokens, as many rows of logits at a time as there is room."""
+    def _score_prompts(self, hidden: Any, step: StepContext) -> list[Download]:
+        """Log probabilities of prompt tokens, as many rows of logits at a time as there is room,
+        with a download each."""
+        wanted = step.batch.prompt_logprobs
         if wanted is None:
             return []
-        told: list[TokenLogprobs] = []
+        downloads = []
         for first in range(0, len(wanted.tokens), self._config.max_logits):
             part = slice(first, first + self._config.max_logits)
-            logits = self._compute_logits(hidden, wanted.tokens[part])
-            counts = wanted.num_logprobs[part]
-            report = self._ops.logprobs(logits, wanted.targets[part], int(counts.max()))
-            told += _told(report, counts.tolist())
-        ends = np.cumsum(wanted.counts).tolist()
-        return [told[end - n : end] for end, n in zip(ends, wanted.counts.tolist(), strict=True)]
+            logits = self._compute_logits(hidden, step.prompt_tokens[part])
+            count = int(wanted.num_logprobs[part].max())
+            report = self._ops.logprobs(logits, step.prompt_targets[part], count)
+            downloads.append(self._ops.download(report))
+        return downloads
 
     def _compute_logits(self, hidden: Any, tokens: Any) -> Any:
         """Logits [len(tokens), vocab_size] of flat tokens, in the one buffer there is."""
@@ -162,14 +185,9 @@ class ModelRunner:
         self._model.compute_logits(logits, rows)
         return logits
 
-
-def _told(report: tuple[Any, Any, Any], counts: list[int]) -> list[TokenLogprobs]:
-    """The rows of `Ops.logprobs`, each cut to the number of likeliest tokens it asked for."""
-    columns = (column.tolist() for column in report)
-    return [
-        TokenLogprobs(ids[: n + 1], values[: n + 1], ranks[: n + 1])
-        for ids, values, ranks, n in zip(*columns, counts, strict=True)
-    ]
+    def _finish(self, step_id: int, started: StartedStep) -> StepOutput:
+        tokens, logprobs = started.wait_for_tokens()
+        return StepOutput(step_id, tokens, logprobs, started.wait_for_prompts())
 
 
 class NullRunner:

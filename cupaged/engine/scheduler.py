@@ -9,6 +9,7 @@ count on. Prefill, chunked prefill, decode and recomputation after preemption ar
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 
 from cupaged.config import EngineConfig
 from cupaged.engine.batch import ScheduledSequence, StepPlan
@@ -34,7 +35,14 @@ class Scheduler:
         self.num_in_flight = 0
         self.num_queued_reqs = 0  # requests that have never run
         self.num_queued_tokens = 0  # their prompt tokens
+        self._max_chunk = config.max_chunk
+        self._suspects: deque[tuple[Sequence, int]] = deque()  # and the tokens to be computed
         self._next_step_id = 0
+
+    @property
+    def has_suspects(self) -> bool:
+        """True while sequences of a failed step are tried one by one."""
+        return bool(self._suspects)
 
     @property
     def num_waiting(self) -> int:
@@ -75,6 +83,35 @@ class Scheduler:
             if entry.sequence.status is SequenceStatus.RUNNING:
                 entry.sequence.num_computed_tokens = entry.start + entry.num_tokens
 
+    def set_aside(self, plan: StepPlan) -> None:
+        """The step failed, nobody knows through which of its sequences: they wait, as suspects.
+
+        They lose their blocks and stand in the queue as preempted ones do.
+        """
+        for entry in reversed(plan.scheduled):
+            if entry.sequence.status is SequenceStatus.RUNNING:
+                self._suspects.appendleft((entry.sequence, entry.start + entry.num_tokens))
+                self._queue_again(entry.sequence)
+
+    def schedule_suspect(self) -> StepPlan:
+        """Plan a step of one suspect alone, until it has computed what it failed with.
+
+        Empty while its step is in flight, and when none is left. One that has no room waits like
+        any other.
+        """
+        plan = StepPlan(self._next_step_id)
+        while self._suspects and not plan.scheduled:
+            sequence, num_tokens = self._suspects[0]
+            if sequence.in_flight:
+                break
+            is_done = sequence.num_computed_tokens >= num_tokens
+            if is_done or not self._continue_alone(plan, sequence):
+                self._suspects.popleft()
+        if plan.scheduled:
+            self._next_step_id += 1
+            self._submit(plan)
+        return plan
+
     def fork(self, parent: Sequence, index: int) -> Sequence:
         """A running sibling of a running sequence that shares all its blocks."""
         child = parent.fork(index)
@@ -88,8 +125,8 @@ class Scheduler:
         while position < len(self.running) and budget > 0:
             sequence = self.running[position]
             if not sequence.in_flight:
-                left = sequence.num_tokens - sequence.num_computed_tokens
-                num_new = min(left, budget, self.config.max_chunk)
+                left = len(sequence.token_ids) - sequence.num_computed_tokens
+                num_new = min(left, budget, self._max_chunk)
                 copies = self._make_room(plan, sequence, num_new)
                 if copies is None:
                     break
@@ -142,10 +179,30 @@ class Scheduler:
             plan.admitted.append(sequence)
             sequence.status = SequenceStatus.RUNNING
             insort(self.running, sequence, key=self.policy.key)
-            num_new = min(sequence.num_tokens, budget, self.config.max_chunk)
+            num_new = min(sequence.num_tokens, budget, self._max_chunk)
             self._schedule(plan, sequence, num_new)
             budget -= num_new
             free_slots -= sequence.num_pending_samples
+
+    def _continue_alone(self, plan: StepPlan, sequence: Sequence) -> bool:
+        """Plan the next tokens of a suspect; False when it has ended or has no room.
+
+        One that runs has room for all its tokens.
+        """
+        if sequence.status is SequenceStatus.PREEMPTED:
+            if self.block_manager.allocate(sequence.order, 0, sequence.num_tokens) is None:
+                return False
+            self.policy.remove(sequence)
+            plan.admitted.append(sequence)
+            sequence.status = SequenceStatus.RUNNING
+            insort(self.running, sequence, key=self.policy.key)
+        elif sequence.status is not SequenceStatus.RUNNING:
+            return False
+        left = sequence.num_tokens - sequence.num_computed_tokens
+        self._schedule(
+            plan, sequence, min(left, self.config.max_num_batched_tokens, self._max_chunk)
+        )
+        return True
 
     def _schedule(self, plan: StepPlan, sequence: Sequence, num_new: int) -> None:
         start = sequence.num_computed_tokens
@@ -160,13 +217,16 @@ class Scheduler:
 
     def _preempt(self, plan: StepPlan, sequence: Sequence) -> None:
         """Free a running sequence's blocks; it will compute all its tokens again."""
+        self._queue_again(sequence)
+        sequence.request.num_preemptions += 1
+        plan.preempted.append(sequence)
+
+    def _queue_again(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.block_manager.free(sequence.order)
         sequence.status = SequenceStatus.PREEMPTED
         sequence.num_computed_tokens = 0
-        sequence.request.num_preemptions += 1
         self.policy.add_preempted(sequence)
-        plan.preempted.append(sequence)
 
     def _submit(self, plan: StepPlan) -> None:
         for entry in plan.scheduled:

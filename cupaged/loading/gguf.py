@@ -73,8 +73,8 @@ class GGUFFile:
         self.tensors: Mapping[str, TensorInfo] = header.tensors
         self._places = header.places
 
-    def read_into(self, name: str, out: NDArray[np.float32]) -> None:
-        """Decode tensor `name` into `out`, float32 of exactly its shape; see `TensorReader`."""
+    def read_into(self, name: str, out: NDArray[Any]) -> None:
+        """Decode tensor `name` into `out`, of exactly its shape; see `TensorReader`."""
         info = self.tensors.get(name)
         if info is None:
             raise CheckpointError(f"{self.path}: no tensor {shown(name)}")

@@ -71,8 +71,8 @@ class SafetensorsFolder:
             raise
         self.tensors: Mapping[str, TensorInfo] = tensors
 
-    def read_into(self, name: str, out: NDArray[np.float32]) -> None:
-        """Decode tensor `name` into `out`, float32 of exactly its shape; see `TensorReader`."""
+    def read_into(self, name: str, out: NDArray[Any]) -> None:
+        """Decode tensor `name` into `out`, of exactly its shape; see `TensorReader`."""
         info = self.tensors.get(name)
         if info is None:
             raise CheckpointError(f"{self.path}: no tensor {shown(name)}")

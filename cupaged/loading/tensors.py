@@ -11,17 +11,26 @@ import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.errors import CheckpointError, ModelNotFoundError
 
-__all__ = ["TensorInfo", "TensorReader", "check_destination", "forget", "map_file", "shown"]
+__all__ = [
+    "TensorInfo",
+    "TensorReader",
+    "check_destination",
+    "forget",
+    "is_stored_as",
+    "map_file",
+    "shown",
+]
 
 _LFS_POINTER = b"version https://git-lfs"
 _SHOWN_CHARS = 100
+_STORED_NAMES = {"float16": "F16", "bfloat16": "BF16"}  # as both formats call them
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +56,11 @@ class TensorReader(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor of the checkpoint, by name."""
 
-    def read_into(self, name: str, out: NDArray[np.float32]) -> None:
+    def read_into(self, name: str, out: NDArray[Any]) -> None:
         """Decode tensor `name` into `out`, without a second copy of its size.
 
-        `out` is float32, C-contiguous and of exactly the tensor's shape; it may be a slice of a
+        `out` is float32, or of 16 bits as the tensor `is_stored_as`, and then takes its bits as
+        they are. It is C-contiguous and of exactly the tensor's shape; it may be a slice of a
         larger array. Raises `CheckpointError` for an unknown name or another shape, and
         `NotSupportedError` for numbers that cannot be decoded to float32.
         """
@@ -99,11 +109,17 @@ def forget(mapped: mmap.mmap, start: int, nbytes: int) -> None:
             mapped.madvise(mmap.MADV_DONTNEED, first, length)
 
 
-def check_destination(info: TensorInfo, out: NDArray[np.float32]) -> None:
+def is_stored_as(info: TensorInfo, dtype: np.dtype[Any]) -> bool:
+    """Whether the file has the numbers in this type of 16 bits."""
+    return _STORED_NAMES.get(dtype.name) == info.dtype
+
+
+def check_destination(info: TensorInfo, out: NDArray[Any]) -> None:
     """Raise `CheckpointError` unless `out` has the shape of the tensor that `info` describes."""
     if out.shape != info.shape:
         raise CheckpointError(
             f"{info.path}: tensor {shown(info.name)} has shape {info.shape}, "
             f"must be {out.shape} to fit the model"
         )
-    assert out.dtype == np.float32 and out.flags.c_contiguous and out.flags.writeable
+    assert out.dtype == np.float32 or is_stored_as(info, out.dtype)
+    assert out.flags.c_contiguous and out.flags.writeable

@@ -25,6 +25,7 @@ __all__ = ["Tokenizer"]
 _DEFAULT_TEMPLATE = "default"
 _GGUF_TEMPLATE = "tokenizer.chat_template"
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_REPLACEMENT = "\ufffd"
 _HEX_DIGITS = "0123456789ABCDEFabcdef"
 
 
@@ -150,6 +151,16 @@ class Tokenizer:
         return self._backend.id_to_token(token_id)
 
     @cached_property
+    def whole_texts(self) -> Mapping[int, str | None]:
+        """The texts of tokens that have the same text in any company, by id; None for the others.
+
+        With byte-level BPE those are the tokens that are whole characters. Special tokens are among
+        the others, as are all tokens of other decoders, which look at neighbours.
+        """
+        is_byte_level = isinstance(self._backend.decoder, tokenizers.decoders.ByteLevel)
+        return _WholeTexts(self, is_byte_level)
+
+    @cached_property
     def byte_fallback_ids(self) -> frozenset[int]:
         """Ids of the tokens `<0x00>` to `<0xFF>`, where the decoder joins them to characters.
 
@@ -165,6 +176,23 @@ class Tokenizer:
 
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)
+
+
+class _WholeTexts(dict[int, str | None]):
+    """Finds a text when it is asked for the first time."""
+
+    def __init__(self, tokenizer: Tokenizer, is_byte_level: bool) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._is_byte_level = is_byte_level
+
+    def __missing__(self, token_id: int) -> str | None:
+        found = None
+        if self._is_byte_level and token_id not in self._tokenizer.special_ids:
+            text = self._tokenizer.decode([token_id])
+            found = text if text and _REPLACEMENT not in text else None
+        self[token_id] = found
+        return found
 
 
 def _read_backend(folder: Path) -> tokenizers.Tokenizer:

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from cupaged.errors import CheckpointError
-from cupaged.loading.tensors import TensorReader
+from cupaged.loading.tensors import TensorReader, is_stored_as
 from cupaged.ops import Ops
+from cupaged.runtime.protocol import DeviceMemoryError
 
 _logger = logging.getLogger(__name__)
 _SHOWN_NAMES = 8
@@ -141,27 +142,42 @@ def check_tensors(
 def load_weights(
     entries: Sequence[WeightEntry], reader: TensorReader, form: Format, ops: Ops
 ) -> dict[str, Any]:
-    """Read every entry to the device, after `check_tensors`. Entries are decoded in parallel."""
+    """Read every entry to the device, after `check_tensors`. Entries are decoded in parallel.
 
-    def read(entry: WeightEntry) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-        return read_entry(entry, reader, form)
+    Numbers that the file has in the device's own type of 16 bits go up as they are.
+
+    Raises:
+        DeviceMemoryError: the device has no memory for one, which is named.
+    """
+
+    def read(entry: WeightEntry) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
+        dtype = np.dtype(ops.dtype)
+        infos = [reader.tensors[f"{getattr(part, form)}.weight"] for part in entry.parts]
+        as_stored = entry.kind == "linear" and all(is_stored_as(info, dtype) for info in infos)
+        return read_entry(entry, reader, form, dtype if as_stored else np.float32)
 
     weights: dict[str, Any] = {}
     with ThreadPoolExecutor(_MOST_READERS, "cupaged-read") as readers:
         for entry, (weight, bias) in zip(entries, readers.map(read, entries), strict=True):
             is_vector = entry.kind == "vector"
-            weights[entry.name] = (
-                ops.asarray(weight) if is_vector else ops.pack_weight(weight, bias)
-            )
+            try:
+                weights[entry.name] = (
+                    ops.asarray(weight) if is_vector else ops.pack_weight(weight, bias)
+                )
+            except DeviceMemoryError as error:
+                raise DeviceMemoryError(f"{entry.name!r}: {error}") from error
     return weights
 
 
 def read_entry(
-    entry: WeightEntry, reader: TensorReader, form: Format
-) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-    """The weight of an entry, each part in its place, and its bias if it has one."""
+    entry: WeightEntry, reader: TensorReader, form: Format, dtype: DTypeLike = np.float32
+) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
+    """The weight of an entry, each part in its place, and its bias if it has one.
+
+    dtype: of the weight; float32, or the type of 16 bits that all its parts are stored in.
+    """
     is_vector = entry.kind == "vector"
-    weight = np.empty(entry.columns if is_vector else (entry.rows, entry.columns), np.float32)
+    weight = np.empty(entry.columns if is_vector else (entry.rows, entry.columns), dtype)
     bias = np.empty(entry.rows, np.float32) if entry.bias else None
     first = 0
     for part in entry.parts:
@@ -174,7 +190,7 @@ def read_entry(
 
 
 def _read_part(
-    reader: TensorReader, part: Part, suffix: str, form: Format, out: NDArray[np.float32]
+    reader: TensorReader, part: Part, suffix: str, form: Format, out: NDArray[Any]
 ) -> None:
     reader.read_into(f"{getattr(part, form)}.{suffix}", out)
     if form == "gguf" and part.gguf_heads:

@@ -8,20 +8,44 @@ the step, H heads, D head_dim. Weights are opaque: only the ops know their layou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
 
 from cupaged.engine.batch import Batch
-from cupaged.engine.sampling_batch import SamplingBatch
+from cupaged.ops.start import (
+    BYTES_PER_ELEMENT,
+    Array,
+    KVCache,
+    KVCacheSpec,
+    StartOps,
+    StepLimits,
+    Weight,
+)
 
-BYTES_PER_ELEMENT = {"float32": 4, "float16": 2, "bfloat16": 2}
-
-Array: TypeAlias = Any  # an array of the device
-Weight: TypeAlias = Any  # a packed weight; made by `pack_weight`, read by `linear` and `embedding`
+__all__ = [
+    "BYTES_PER_ELEMENT",
+    "Array",
+    "Download",
+    "KVCache",
+    "KVCacheSpec",
+    "Ops",
+    "StepContext",
+    "StepLimits",
+    "Weight",
+]
 
 
 class StepContext(Protocol):
-    """What `begin_step` made of a batch. Models read these and pass the rest on."""
+    """What `begin_step` made of a batch. Models read `num_tokens` and `token_ids`, and pass it on.
+
+    Arrays lie on the device, may be sliced, and are good for all that is submitted before the next
+    `begin_step`.
+    """
+
+    @property
+    def batch(self) -> Batch:
+        """The step on the host."""
 
     @property
     def num_tokens(self) -> int:
@@ -29,78 +53,54 @@ class StepContext(Protocol):
 
     @property
     def token_ids(self) -> Array:
-        """int32 [T], on the device."""
-
-
-@dataclass(frozen=True, slots=True)
-class KVCacheSpec:
-    """What one layer keeps per token.
-
-    group: index of the KV group (of the block table) the layer reads through.
-    k_dim, v_dim: elements of a key and of a value head.
-    dtype: storage type of keys and values. scale_dtype: type of quantisation scales, None if none.
-    """
-
-    group: int
-    num_kv_heads: int
-    k_dim: int
-    v_dim: int
-    dtype: str
-    block_size: int
-    scale_dtype: str | None = None
+        """int32 [T]."""
 
     @property
-    def bytes_per_block(self) -> int:
-        """Bytes of the keys and values of one block of this layer."""
-        size = BYTES_PER_ELEMENT[self.dtype]
-        return self.block_size * self.num_kv_heads * (self.k_dim + self.v_dim) * size
-
-
-@dataclass(frozen=True, slots=True)
-class KVCache:
-    """Keys and values of one layer: each [num_blocks, num_kv_heads, block_size, head_dim]."""
-
-    spec: KVCacheSpec
-    k: Array
-    v: Array
-
-
-class Ops(Protocol):
-    """Every operation of a decoder step."""
+    def logits_tokens(self) -> Array:
+        """int32 [num_logits], the flat tokens whose logits are needed."""
 
     @property
-    def dtype(self) -> Any:
-        """NumPy's type of activations, weights and KV caches; logits are float32."""
+    def sampling(self) -> Any:
+        """The draws, as `sample` takes them."""
 
-    # At start: memory and weights.
+    @property
+    def told_samples(self) -> Array:
+        """int32 [num_told], the samples that ask for logprobs."""
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """An uninitialised array on the device."""
+    @property
+    def told_rows(self) -> Array:
+        """int32 [num_told], the row of logits of each of them."""
 
-    def empty_kv_cache(self, spec: KVCacheSpec, num_blocks: int) -> KVCache:
-        """The blocks of one layer."""
+    @property
+    def prompt_tokens(self) -> Array:
+        """int32 [n], the flat tokens whose logits tell about prompts; [0] if nobody asked."""
 
-    def asarray(self, host: Array) -> Array:
-        """A host array on the device, e.g. the weight of a norm."""
+    @property
+    def prompt_targets(self) -> Array:
+        """int32 [n], the prompt token that follows each."""
 
-    def pack_weight(self, weight: Array, bias: Array | None = None) -> Weight:
-        """Take over a float32 host array [out_features, in_features] and a bias [out_features]."""
 
-    def rotary_table(
-        self, inverse_frequencies: Array, max_positions: int, scale: float = 1.0
-    ) -> Array:
-        """scale * cosines and sines of position * frequency, for `rope_and_cache`.
+class Download(Protocol):
+    """Arrays on their way to the host."""
 
-        inverse_frequencies: float64 [D / 2] on the host, radians a position.
+    def wait(self) -> list[NDArray[Any]]:
+        """The arrays, once they have come. To be called once.
+
+        Raises:
+            DeviceError: the work before failed.
         """
+
+
+class Ops(StartOps, Protocol):
+    """Every operation of a decoder step; `cupaged.ops.start` has those before the first step."""
 
     # Once a step.
 
     def begin_step(self, batch: Batch) -> Any:
-        """Bring the batch to the device and plan attention once for all layers: a StepContext."""
+        """Bring up all that the step's operations need to know, in one copy: a StepContext."""
 
-    def copy_blocks(self, caches: Sequence[KVCache], copies: Array) -> None:
-        """Copy whole blocks in every layer. copies: int32 [n, 2], (source, destination).
+    def copy_blocks(self, caches: Sequence[KVCache], step: Any) -> None:
+        """Make the batch's copies of whole blocks in every layer.
 
         No destination is also a source.
         """
@@ -145,27 +145,40 @@ class Ops(Protocol):
     def all_reduce(self, x: Array) -> None:
         """Sum x over devices, in place: nothing to do on one device."""
 
-    def sample(self, logits: Array, sampling: SamplingBatch) -> Array:
+    def sample(self, logits: Array, sampling: Any) -> Array:
         """Draw a token id a sample; -1 where the logits are not numbers.
 
         logits: float32 [num_logits, vocab_size]; the batch's edits are made in place.
+        sampling: the step's.
         Greedy rows take the highest logit, the lowest id among equals. The others drop what min_p
         calls unlikely, keep the top_k likeliest tokens (all if 0), of these the likeliest whose
         mass reaches top_p, and draw from what is left at the row's temperature. Equal seeds, sample
-        indices and output positions give equal draws in any batch.
+        indices and output positions give equal draws in any batch. A forced token stands in for
+        what was drawn, but not for -1.
 
         Returns:
-            int32 [num_samples].
+            int32 [num_samples] on the device, a result of the step.
         """
 
-    def logprobs(self, logits: Array, token_ids: Array, count: int) -> tuple[Array, Array, Array]:
+    def logprobs(
+        self, logits: Array, token_ids: Array, count: int, which: Array | None = None
+    ) -> tuple[Array, Array, Array]:
         """Log probabilities of one given token a row, and of the `count` likeliest.
 
-        logits: float32 [n, vocab_size]; token_ids: int32 [n]; count: at most the vocabulary counts.
+        logits: float32 [n, vocab_size]; token_ids, which: int32 on the device. Row i is given
+        token_ids[which[i]], or token_ids[i] without `which`, clipped to the vocabulary.
+        count: at most the vocabulary counts.
 
         Returns:
-            ids int32, logprobs float32 and ranks int32, each [n, 1 + count] on the host: the given
-            token first, then the likeliest, equal ones by token id. The rank of the given token is
-            the number of tokens at least as likely. The logprobs of a row whose logits are not
-            numbers are NaN.
+            ids int32, logprobs float32 and ranks int32, each [n, 1 + count], results of the step:
+            the given token first, then the likeliest, equal ones by token id. The rank of the given
+            token is the number of tokens at least as likely. The logprobs of a row whose logits are
+            not numbers are NaN.
+        """
+
+    def download(self, arrays: Sequence[Array]) -> Download:
+        """Start copying arrays to the host, and do not wait.
+
+        Results of the step that were made since the last download come in one copy; what is
+        submitted later may overwrite them.
         """

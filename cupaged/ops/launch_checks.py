@@ -45,7 +45,15 @@ class LaunchChecks:
         if not self._runtime.is_device_array(array):
             raise OperandError(f"{op}: {name}", _described(array), "an array on the device")
 
-    def array(self, op: str, name: str, array: Array, shape: Shape, dtype: np.dtype[Any]) -> None:
+    def array(
+        self,
+        op: str,
+        name: str,
+        array: Array,
+        shape: Shape,
+        dtype: np.dtype[Any],
+        alignment_bytes: int = ALIGNMENT_BYTES,
+    ) -> None:
         """The array lies on the device, in C order, aligned, with that shape and dtype.
 
         Raises:
@@ -57,11 +65,11 @@ class LaunchChecks:
         if not array.flags.c_contiguous:
             raise OperandError(f"{op}: {name}", f"strides {array.strides}", "contiguous")
         address = self._runtime.address(array)
-        if address % ALIGNMENT_BYTES and array.nbytes:
+        if address % alignment_bytes and array.nbytes:
             raise OperandError(
                 f"{op}: {name}",
-                f"an address that is {address % ALIGNMENT_BYTES} past one",
-                f"at a multiple of {ALIGNMENT_BYTES} bytes",
+                f"an address that is {address % alignment_bytes} past one",
+                f"at a multiple of {alignment_bytes} bytes",
             )
 
     def matrix(self, op: str, name: str, array: Array, dtype: np.dtype[Any]) -> tuple[int, int]:

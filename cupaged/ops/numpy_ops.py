@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from cupaged.engine.batch import Batch
 from cupaged.engine.sampling_batch import SamplingBatch
-from cupaged.ops import KVCache, KVCacheSpec
-from cupaged.ops.numpy_attention import AttentionPlan, Scratch, attend
+from cupaged.ops import KVCache, KVCacheSpec, StepLimits
+from cupaged.ops.numpy_attention import Scratch, attend
 from cupaged.ops.numpy_sampling import logprobs, sample
+from cupaged.ops.numpy_step import NumpyDownload, NumpyStep
 
 FloatArray = NDArray[np.float32]
 
@@ -28,30 +29,6 @@ class NumpyWeight:
 
     matrix: FloatArray
     bias: FloatArray | None
-
-
-class NumpyStep:
-    """A batch, and what is worked out of it once and used by every layer."""
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-        self.num_tokens = batch.num_tokens
-        self.token_ids = batch.token_ids
-        self._plans: dict[int, AttentionPlan] = {}
-        self._rotations: dict[int, tuple[FloatArray, FloatArray]] = {}
-
-    def plan(self, spec: KVCacheSpec) -> AttentionPlan:
-        """Where the layers of the spec's KV group write and read."""
-        if spec.group not in self._plans:
-            self._plans[spec.group] = AttentionPlan(self.batch, spec.group, spec.block_size)
-        return self._plans[spec.group]
-
-    def rotation(self, table: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Cosines and sines of the step's tokens, each [T, 1, D / 2]."""
-        if id(table) not in self._rotations:
-            rows = table[:, self.batch.positions, None, :]
-            self._rotations[id(table)] = (rows[0], rows[1])
-        return self._rotations[id(table)]
 
 
 class NumpyOps:
@@ -83,6 +60,10 @@ class NumpyOps:
         """Keep the arrays as they are: BLAS reads the transpose at the same speed."""
         return NumpyWeight(weight, bias)
 
+    def weight_bytes(self, out_features: int, in_features: int, has_bias: bool) -> int:
+        """Of float32."""
+        return 4 * out_features * (in_features + has_bias)
+
     def rotary_table(
         self, inverse_frequencies: NDArray[np.float64], max_positions: int, scale: float = 1.0
     ) -> FloatArray:
@@ -93,13 +74,24 @@ class NumpyOps:
         np.multiply(np.sin(angles, out=angles), scale, out=table[1], casting="same_kind")
         return table
 
+    def buffer_bytes(self, limits: StepLimits, products: Sequence[tuple[int, int]]) -> int:
+        """Scratch memory grows with the steps; it is small and not counted."""
+        return 0
+
+    def reserve(self, limits: StepLimits) -> None:
+        """Nothing."""
+
+    def warm_up_counts(self, max_tokens: int) -> tuple[int, ...]:
+        """There are no kernels to load."""
+        return ()
+
     def begin_step(self, batch: Batch) -> NumpyStep:
         """Nothing to upload."""
         return NumpyStep(batch)
 
-    def copy_blocks(self, caches: Sequence[KVCache], copies: NDArray[np.int32]) -> None:
+    def copy_blocks(self, caches: Sequence[KVCache], step: NumpyStep) -> None:
         """Whole blocks, layer by layer."""
-        source, destination = copies[:, 0], copies[:, 1]
+        source, destination = step.batch.copies.T
         for cache in caches:
             cache.k[destination] = cache.k[source]
             cache.v[destination] = cache.v[source]
@@ -177,7 +169,16 @@ class NumpyOps:
         return sample(logits, sampling)
 
     def logprobs(
-        self, logits: FloatArray, token_ids: NDArray[np.int32], count: int
+        self,
+        logits: FloatArray,
+        token_ids: NDArray[np.int32],
+        count: int,
+        which: NDArray[np.integer[Any]] | None = None,
     ) -> tuple[NDArray[np.int32], FloatArray, NDArray[np.int32]]:
         """See `numpy_sampling`."""
-        return logprobs(logits, token_ids, count)
+        given = token_ids if which is None else token_ids[which]
+        return logprobs(logits, np.clip(given, 0, logits.shape[1] - 1), count)
+
+    def download(self, arrays: Sequence[NDArray[Any]]) -> NumpyDownload:
+        """Nothing to copy."""
+        return NumpyDownload(arrays)

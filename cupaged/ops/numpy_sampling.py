@@ -22,7 +22,8 @@ IntArray = NDArray[np.int64]
 
 
 def sample(logits: FloatArray, sampling: SamplingBatch) -> NDArray[np.int32]:
-    """One token a sample, int32 [num_samples]; -1 where the logits are not numbers.
+    """One token a sample, int32 [num_samples]; -1 where the logits are not numbers, else the forced
+    token if there is one.
 
     logits: float32 [num_logits, vocab_size]; edited in place.
     """
@@ -47,7 +48,7 @@ def sample(logits: FloatArray, sampling: SamplingBatch) -> NDArray[np.int32]:
                 scaled = logits[source] - highest[source, None]
                 scaled /= sampling.temperature[part, None]
             tokens[part] = choose(scaled, sampling, part)
-    return tokens
+    return np.where((sampling.forced >= 0) & (tokens >= 0), sampling.forced, tokens)
 
 
 def _edit(logits: FloatArray, edits: LogitsEdits) -> None:

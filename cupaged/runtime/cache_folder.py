@@ -17,10 +17,18 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["cache_folder", "digest_sources", "source_files", "store", "write_atomically"]
+__all__ = [
+    "SourceDigests",
+    "cache_folder",
+    "digest_sources",
+    "source_files",
+    "store",
+    "write_atomically",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -81,19 +89,28 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise
 
 
-def digest_sources(path: Path, include_dirs: Iterable[Path]) -> str:
-    """SHA-256 (hex) over a source and every header that it includes; see `source_files`.
+@dataclass(frozen=True, slots=True)
+class SourceDigests:
+    """SHA-256 (hex). whole: over a source and all its headers. files: of each of them, by path."""
+
+    whole: str
+    files: Mapping[str, str]
+
+
+def digest_sources(path: Path, include_dirs: Iterable[Path]) -> SourceDigests:
+    """A source and every header that it includes, each read once; see `source_files`.
 
     Raises:
         OSError: the source or a header cannot be read.
     """
-    digest = hashlib.sha256()
-    for spelled, file in source_files(path, include_dirs):
-        content = b"" if file is None else file.read_bytes()
-        head = f"{spelled}\0{file is None}\0{len(content)}\0"
-        digest.update(head.encode("utf-8", "surrogateescape"))
-        digest.update(content)
-    return digest.hexdigest()
+    whole = hashlib.sha256()
+    files: dict[str, str] = {}
+    for spelled, file, content in _read_sources(path, include_dirs):
+        own = ""
+        if file is not None:
+            own = files[str(file)] = hashlib.sha256(content).hexdigest()
+        whole.update(f"{spelled}\0{own}\0".encode("utf-8", "surrogateescape"))
+    return SourceDigests(whole.hexdigest(), files)
 
 
 def source_files(path: Path, include_dirs: Iterable[Path]) -> list[tuple[str, Path | None]]:
@@ -110,22 +127,35 @@ def source_files(path: Path, include_dirs: Iterable[Path]) -> list[tuple[str, Pa
     Raises:
         OSError: the source or a header cannot be read.
     """
+    return [(spelled, file) for spelled, file, _ in _read_sources(path, include_dirs)]
+
+
+def _read_sources(
+    path: Path, include_dirs: Iterable[Path]
+) -> Iterator[tuple[str, Path | None, bytes]]:
+    """As `source_files`, each with its content, b"" where there is none."""
     folders = [Path(folder) for folder in include_dirs]
     found: list[tuple[str, Path | None]] = [(path.name, path)]
     seen: set[tuple[str, Path | None]] = {("", path.resolve())}
-    for _, file in found:  # grows while it is walked
+    looked_up: set[tuple[Path | None, bytes]] = set()  # folder of who asks, and the name
+    for spelled_here, file in found:  # grows while it is walked
+        content = b"" if file is None else file.read_bytes()
+        yield spelled_here, file, content
         if file is None:
             continue
-        for match in _INCLUDE.finditer(file.read_bytes()):
+        for match in _INCLUDE.finditer(content):
             quoted, system = match.groups()
-            spelled = (quoted or system).decode("utf-8", "surrogateescape")
+            asked = (file.parent if quoted else None, quoted or system)
+            if asked in looked_up:
+                continue
+            looked_up.add(asked)
+            spelled = asked[1].decode("utf-8", "surrogateescape")
             places = [file.parent, *folders] if quoted else folders
             header = next((p / spelled for p in places if (p / spelled).is_file()), None)
             key = (spelled, None) if header is None else ("", header.resolve())
             if key not in seen:
                 seen.add(key)
                 found.append((spelled, header))
-    return found
 
 
 def _base() -> Path | None:

@@ -163,9 +163,10 @@ class CuPyRuntime:
             with self._stream.raw:
                 memory = self._pool.malloc(num_bytes)
         except (self._cupy.cuda.memory.OutOfMemoryError, *self._errors) as error:
+            free = self.memory_info().free_bytes
             raise DeviceMemoryError(
                 f"{num_bytes} bytes for an array {list(shape)} of {dtype} do not fit on "
-                f"{self._properties.name}: {error}"
+                f"{self._properties.name}, where {free} bytes are free: {error}"
             ) from error
         return self._cupy.ndarray(shape, dtype, memptr=memory)
 
@@ -189,10 +190,17 @@ class CuPyRuntime:
         return host
 
     def empty_pinned(self, shape: Shape, dtype: DTypeLike) -> NDArray[Any]:
-        """Page-locked memory."""
+        """Page-locked memory, and not of CuPy's pool for it, which takes powers of two and gives
+        nothing back."""
         dtype = np.dtype(dtype)
         num_bytes = math.prod(shape) * dtype.itemsize
-        memory = self._cupy.cuda.alloc_pinned_memory(max(1, num_bytes))
+        cuda = self._cupy.cuda
+        try:
+            memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(max(1, num_bytes)), 0)
+        except self._errors as error:
+            raise DeviceMemoryError(
+                f"{num_bytes} bytes of pinned memory on the host are not to be had: {error}"
+            ) from error
         return np.frombuffer(memory, np.uint8, num_bytes).view(dtype).reshape(shape)
 
     def is_device_array(self, array: object) -> bool:

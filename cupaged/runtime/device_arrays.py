@@ -22,7 +22,14 @@ from cupaged.emulator.mapping import Mapping
 from cupaged.errors import BadValueError, CupagedError
 from cupaged.runtime.protocol import DeviceError, DeviceMemoryError, Shape
 
-__all__ = ["ArrayValueError", "DeviceArray", "DeviceArrayError", "host_view", "map_array"]
+__all__ = [
+    "ArrayValueError",
+    "DeviceArray",
+    "DeviceArrayError",
+    "MemoryBudget",
+    "host_view",
+    "map_array",
+]
 
 POISON = 0xFF  # bytes of memory that nobody wrote: NaN in every float format, -1 in integers
 
@@ -98,19 +105,44 @@ for _name in _WRITE:
     setattr(DeviceArray, _name, _refusal(f"{_name}: {_NO_WRITE}"))
 
 
-def map_array(shape: Shape, dtype: DTypeLike, *, poison: bool) -> DeviceArray:
+class MemoryBudget:
+    """How much memory all arrays of a device may take together."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self.used_bytes = 0
+
+    @property
+    def free_bytes(self) -> int:
+        """What can still be taken; never negative."""
+        return max(0, self.total_bytes - self.used_bytes)
+
+    def give_back(self, num_bytes: int) -> None:
+        """An array is gone."""
+        self.used_bytes -= num_bytes
+
+
+def map_array(
+    shape: Shape, dtype: DTypeLike, *, poison: bool, budget: MemoryBudget | None = None
+) -> DeviceArray:
     """An array in a mapping of its own, unmapped when nobody refers to it any more.
 
     Args:
         poison: fill it with 0xFF bytes; otherwise it is zero.
+        budget: what it is taken from; None for all that the system gives.
 
     Raises:
-        DeviceMemoryError: the system gives no more memory or address space.
+        DeviceMemoryError: the budget, or the system, gives no more memory.
         ArrayValueError: the shape is no tuple of whole numbers, 0 or more; the dtype is no dtype,
             or one of Python objects.
     """
     shape, dtype = _checked_shape(shape), _checked_dtype(dtype)
     num_bytes = math.prod(shape) * dtype.itemsize
+    if budget is not None and num_bytes > budget.free_bytes:
+        raise DeviceMemoryError(
+            f"{num_bytes} bytes for an array {list(shape)} of {dtype} do not fit: "
+            f"{budget.free_bytes} of {budget.total_bytes} bytes are free"
+        )
     try:
         mapping = Mapping(num_bytes)
     except OSError as error:
@@ -119,6 +151,9 @@ def map_array(shape: Shape, dtype: DTypeLike, *, poison: bool) -> DeviceArray:
         ) from error
     memory = (ctypes.c_ubyte * num_bytes).from_address(mapping.address)
     weakref.finalize(memory, mapping.unmap).atexit = False
+    if budget is not None:
+        budget.used_bytes += num_bytes
+        weakref.finalize(memory, budget.give_back, num_bytes).atexit = False
     if poison:
         ctypes.memset(mapping.address, POISON, num_bytes)
     return DeviceArray(shape, dtype, buffer=memoryview(memory))

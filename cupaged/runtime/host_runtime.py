@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from cupaged.emulator.module import MAX_SHARED_BYTES, EmulatedModule
 from cupaged.resources import read_resources
-from cupaged.runtime.device_arrays import DeviceArray, host_view, map_array
+from cupaged.runtime.device_arrays import DeviceArray, MemoryBudget, host_view, map_array
 from cupaged.runtime.errors import KernelNotFoundError
 from cupaged.runtime.kernels import kernel_file, kernel_folder
 from cupaged.runtime.protocol import (
@@ -79,6 +79,7 @@ class HostRuntime:
         seed: int | None = None,
         isolated: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        memory_bytes: int | None = None,
     ) -> None:
         """A device of its own, with no kernel loaded.
 
@@ -89,7 +90,9 @@ class HostRuntime:
             isolated: in mode "plain", run each launch in a child process, which a wild kernel
                 cannot leave. All its arrays are copied there and back.
             clock: seconds, for events.
+            memory_bytes: what arrays may take together; None for what the system gives.
         """
+        self._budget = None if memory_bytes is None else MemoryBudget(memory_bytes)
         self._mode = mode
         self._seed = seed
         self._isolated = isolated
@@ -108,21 +111,23 @@ class HostRuntime:
         return self._stream
 
     def memory_info(self) -> MemoryInfo:
-        """The memory of this process."""
+        """What is left of the memory it was given, or of the memory of this process."""
+        if self._budget is not None:
+            return MemoryInfo(self._budget.total_bytes, self._budget.free_bytes)
         resources = read_resources()
         return MemoryInfo(resources.memory_bytes, resources.available_bytes)
 
     def empty(self, shape: Shape, dtype: DTypeLike) -> DeviceArray:
         """Poisoned in mode "checked"."""
-        return map_array(shape, dtype, poison=self._mode == "checked")
+        return map_array(shape, dtype, poison=self._mode == "checked", budget=self._budget)
 
     def zeros(self, shape: Shape, dtype: DTypeLike) -> DeviceArray:
         """Fresh pages are zero."""
-        return map_array(shape, dtype, poison=False)
+        return map_array(shape, dtype, poison=False, budget=self._budget)
 
     def from_host(self, host: NDArray[Any]) -> DeviceArray:
         """A copy; the host array may have any strides."""
-        array = map_array(host.shape, host.dtype, poison=False)
+        array = map_array(host.shape, host.dtype, poison=False, budget=self._budget)
         host_view(array)[...] = host
         return array
 

@@ -156,7 +156,7 @@ def compile_kernel(
     folders = [path.parent, kernel_folder(), *include_dirs, toolkit_headers(version[0])]
     options = (f"-arch={arch}", *FLAGS, *macros)
     key = hashlib.sha256(
-        json.dumps([digest_sources(path, folders), options, version]).encode()
+        json.dumps([digest_sources(path, folders).whole, options, version]).encode()
     ).hexdigest()
     name = f"{path.stem}-{arch}-{key[:40]}"
     cached = _load(cache_folder(_CACHE) / name, arch)

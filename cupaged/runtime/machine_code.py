@@ -55,8 +55,9 @@ class MultiprocessorLimits:
     block_shared_bytes: int
 
 
-# From the table of compute capabilities in the CUDA Programming Guide 13. For the blocks of sm_120
-# NVIDIA's guides say 24 or 32: the lower counts here.
+# From the table of compute capabilities in the CUDA Programming Guide 13, and equal to what libcu++
+# states in cuda/__device/arch_traits.h, the 24 blocks of sm_120 and the constants above included;
+# some of NVIDIA's guides say 32.
 LIMITS = {
     "sm_80": MultiprocessorLimits(64, 32, 164 << 10, 163 << 10),
     "sm_86": MultiprocessorLimits(48, 16, 100 << 10, 99 << 10),

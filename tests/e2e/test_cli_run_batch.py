@@ -98,7 +98,7 @@ def test_plain_lines_are_answered_as_the_other_verbs_do(
         ({"prompt": "\ud800"}, "PromptError", "text that UTF-8 can encode"),
         ({"prompt": 5}, "PromptError", "prompt must be a string, got 5"),
         ({"prompt_token_ids": [1, 10**6]}, "PromptError", "must be in [0, 509), got 1000000"),
-        ({"prompt": "a b " * 900}, "PromptError", "prompt length in tokens must be at most 1023"),
+        ({"prompt": "a b " * 900}, "ContextLengthError", "length in tokens must be at most 1023"),
         ({"messages": []}, "PromptError", "messages must be"),
         ({"messages": "hi"}, "PromptError", "messages must be a list"),
         (

@@ -283,16 +283,23 @@ def test_auto_goes_on_without_such_a_gpu(
     assert line.startswith(f"device auto: cpu, because {message}")
 
 
-@pytest.mark.usefixtures("no_weights")
-def test_another_process_holds_the_memory(gpu: FakeGpu, tiny: Path) -> None:
+def test_another_process_holds_the_memory(
+    gpu: FakeGpu, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the start, or from after the plan was made."""
     gpu.pool_counts, gpu.memory = (0, 0, 0), (1 << 20, 1 << 30)  # free, total
     message = refused(tiny, CapacityError, device="cuda")
     assert re.fullmatch(
         r"model weights in bytes must be at most 0 \(free memory\), got \d+", message
     )
+    gpu.memory = (1 << 30, 1 << 30)
     gpu.memory_is_full = True
     message = refused(tiny, DeviceMemoryError, device="cuda")
-    assert re.fullmatch(r"\d+ bytes for an array .* do not fit on NVIDIA A100: .*", message)
+    assert re.fullmatch(
+        r"no memory for the weights: 'embed': 196608 bytes for an array \[512, 192\] of bfloat16 "
+        r"do not fit on NVIDIA A100, where 1073741824 bytes are free: .*; use a type of fewer .*",
+        message,
+    )
 
 
 @pytest.mark.usefixtures("no_weights")

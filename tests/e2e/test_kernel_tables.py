@@ -32,8 +32,8 @@ def test_list_needs_no_compiler(monkeypatch: pytest.MonkeyPatch, cupaged: Inline
     for file in kernels.kernel_files():
         assert {file, *kernels.kernel_names(file)} <= set(rows)
     assert rows["silu_mul"] == ["T* out, const T* gate_up, int n"]
-    assert " ".join(rows["embedding"]) == (
-        "T* out, const int* ids, const T* table, int vocab_size, int hidden"
+    assert " ".join(rows["rms_norm"]) == (
+        "T* out, const T* x, const T* weight, int hidden, float eps"
     )
     assert re.fullmatch(r"DTYPE \[GELU_ERF=0\]; \d+ common variants", rows["activation.cu"][0])
     assert max(map(len, lines)) <= 100

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupaged.engine.sampling_batch import SamplingBatch
 from cupaged.llm import LLM
+from cupaged.ops import StepContext
 from cupaged.outputs import TokenLogprobs
 from cupaged.sampling_params import SamplingParams
 from tests.e2e.logprob_oracle import CLOSE, SPECS, as_told, ask, check_output, check_prompt, run
@@ -143,9 +143,9 @@ def test_a_sample_that_fails_at_once_takes_no_report_along(failing: int, tiny: P
     """Its logits are not numbers: it has neither tokens nor their logprobs, the others have all."""
     model, prompt = LoadedModel(tiny), prompt_of(9)
 
-    def draw(logits: Any, sampling: SamplingBatch) -> Any:
-        tokens = model.ops.sample(logits, sampling)
-        return np.where(sampling.sample_index == failing, -1, tokens)
+    def draw(logits: Any, step: StepContext) -> Any:
+        tokens = model.ops.sample(logits, step.sampling)
+        return np.where(step.batch.sampling.sample_index == failing, -1, tokens)
 
     how: dict[str, Any] = {"n": 3, "temperature": 1, "max_tokens": 4, "logprobs": 1}
     found = run(model.core(sampler=draw), ask("a", prompt, prompt_logprobs=2, **how))

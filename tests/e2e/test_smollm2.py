@@ -43,7 +43,7 @@ def smollm2() -> LoadedModel:
 @pytest.fixture(scope="module")
 def answers(smollm2: LoadedModel, golden: Any) -> tuple[dict[str, RequestOutput], dict[str, F32]]:
     """8 prompts together, 64 tokens each: the outputs, and the logits before each token."""
-    sampler = RecordingSampler(len(golden["prompts"]), smollm2.ops.sample)
+    sampler = RecordingSampler(len(golden["prompts"]), smollm2.ops)
     core = smollm2.core(sampler=sampler, **LIMITS, max_num_batched_tokens=100)
     engine = Engine(core, smollm2.files.tokenizer)
     for i, prompt in enumerate(golden["prompts"]):

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cupaged.engine.sampling_batch import SamplingBatch
 from cupaged.llm import LLM
+from cupaged.ops import StepContext
 from cupaged.request import CoreRequest
 from cupaged.sampling_params import SamplingParams
 from tests import reference
@@ -223,8 +223,9 @@ def test_every_draw_is_the_one_its_key_gives(tiny: Path) -> None:
     """Seed, sample, and position in the output, whatever was computed again after a preemption."""
     model, seen = LoadedModel(tiny), set()
 
-    def draw(logits: NDArray[np.float32], sampling: SamplingBatch) -> NDArray[np.int32]:
-        tokens: NDArray[np.int32] = model.ops.sample(logits, sampling)
+    def draw(logits: NDArray[np.float32], step: StepContext) -> NDArray[np.int32]:
+        sampling = step.batch.sampling
+        tokens: NDArray[np.int32] = model.ops.sample(logits, step.sampling)
         for i, row in enumerate(sampling.logits_row):
             assert tokens[i] == oracle(as_list(logits[row]), sampling, i)
             key = (sampling.seed[i], sampling.sample_index[i], sampling.output_position[i])

@@ -8,7 +8,7 @@ is checked in float64. Outputs and workspaces begin as NaN, and one row of x is 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -24,6 +24,7 @@ later = functools.partial(Variant, max_steps=MANY_STEPS, global_races=True)
 BF16 = ml_dtypes.bfloat16
 TILE = 64  # features of a block that computes one chunk
 NAN_ROW = 3
+TINY = (-1e-30, 1e-30)
 
 
 def _padded(size: int, unit: int) -> int:
@@ -40,7 +41,10 @@ def _nan(shape: tuple[int, ...], dtype: type) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A launch: the kernel, the tokens of its tile, the sizes of the product."""
+    """A launch: the kernel, the tokens of its tile, the sizes of the product.
+
+    tiny: every product is a negative number, too small for float32: all sums are -0.0.
+    """
 
     kernel: str
     tile_tokens: int
@@ -48,13 +52,17 @@ class Product:
     out_features: int
     in_features: int
     chunk: int
+    tiny: bool = False
 
 
 @functools.cache
 def _operands(case: Product, dtype: type) -> tuple[Array, Array, Array]:
-    """x, W, bias; of float32 only numbers that float16 has."""
+    """x, W, bias; of float32 only numbers that float16 has, unless they are tiny."""
     rng = np.random.default_rng(1)
     shapes = ((case.num_tokens, case.in_features), (case.out_features, case.in_features))
+    if case.tiny:
+        x, weight = (np.full(shape, value, F32) for shape, value in zip(shapes, TINY, strict=True))
+        return x, weight, np.full(case.out_features, -0.0, F32)
     narrow = F16 if dtype is F32 else dtype
     x, weight = (_cast(_cast(rng.standard_normal(shape), narrow), dtype) for shape in shapes)
     if case.num_tokens > NAN_ROW:
@@ -66,6 +74,8 @@ def _operands(case: Product, dtype: type) -> tuple[Array, Array, Array]:
 def _expected(case: Product, dtype: type, has_bias: bool) -> Array:
     """x W^T (+ b) in float32: chunk by chunk, step by step of 32 columns."""
     x, weight, bias = _operands(case, dtype)
+    if case.tiny:
+        return np.full((case.num_tokens, case.out_features), -0.0, F32)
     stride = _padded(case.in_features, 64)
     columns = np.arange(32)
     if dtype is not F32:  # how a step's two products on the tensor cores take them
@@ -107,7 +117,8 @@ def _check(module: EmulatedModule, case: Product, dtype: type, out_dtype: type) 
     if "rows" in case.kernel:
         chunks = -(-_padded(case.in_features, 64) // case.chunk)
         tiles = -(-case.out_features // TILE) * token_tiles
-        partial = np.full(tiles * chunks * TILE * case.tile_tokens, np.nan, F32)
+        floats = tiles * chunks * TILE * case.tile_tokens if chunks > 1 else 1
+        partial = np.full(floats, np.nan, F32)
         tickets = np.zeros(tiles, I32)
         kernel((tiles, chunks), (128,), [out, partial, tickets, *operands, *_sizes(case)])
         np.testing.assert_array_equal(tickets, 0)
@@ -117,6 +128,7 @@ def _check(module: EmulatedModule, case: Product, dtype: type, out_dtype: type) 
         tiles = -(-case.out_features // features) * token_tiles
         kernel((tiles,), (threads,), [out, *operands, *_sizes(case)], shared_mem=shared)
     np.testing.assert_array_equal(out.astype(F32), _cast(expected, out_dtype).astype(F32))
+    assert not case.tiny or np.signbit(out).all()
 
 
 SHAPES = {  # features of a tile, threads, shared memory
@@ -130,6 +142,10 @@ ROWS = (
     Product("gemm_rows_16", 16, 13, 20, 600, 384),
     Product("gemm_rows_32", 32, 13, 40, 320, 192),
     Product("gemm_rows_8", 8, 11, 17, 584, 640),
+    Product("gemm_rows_8", 8, 9, 20, 72, 64),
+    Product("gemm_rows_8", 8, 1, 16, 64, 64),
+    Product("gemm_rows_16", 16, 16, 20, 136, 64),
+    Product("gemm_rows_32", 32, 32, 20, 136, 64),
     Product("gemm_rows_32", 32, 37, 24, 51, 64),
 )
 TILES = (
@@ -137,39 +153,55 @@ TILES = (
     Product("gemm_tiles_64", 64, 66, 68, 320, 128),
     Product("gemm_tiles_128", 128, 130, 20, 72, 64),
     Product("gemm_tiles_256", 128, 20, 200, 192, 192),
+    Product("gemm_tiles_256", 128, 100, 20, 64, 64),
+    Product("gemm_tiles_64", 64, 5, 80, 40, 64),
+    Product("gemm_tiles_64", 64, 5, 81, 40, 64),
 )
 F32_KERNELS = (
     Product("gemm_f32_rows", 16, 21, 70, 77, 64),
     Product("gemm_f32_rows", 16, 13, 20, 136, 128),
     Product("gemm_f32_tiles", 64, 70, 68, 136, 128),
     Product("gemm_f32_tiles", 64, 9, 20, 77, 64),
+    Product("gemm_f32_rows", 16, 2, 20, 128, 64, tiny=True),
+    Product("gemm_f32_tiles", 64, 2, 20, 128, 64, tiny=True),
+    Product("gemm_f32_tiles", 64, 1081, 2, 8, 64),
+    Product("gemm_f32_tiles", 64, 1081, 2, 7, 64),
 )
 
 
 def check_rows(module: EmulatedModule, dtype: type = F16, out_dtype: type = F32) -> None:
-    """gemm_rows_8, 16 and 32: rows of x that are aligned and not, one chunk and several."""
+    """gemm_rows_8, 16 and 32: rows of x that are aligned and not, one chunk and several.
+
+    Some chunks are shorter than what is loaded ahead.
+    """
     for case in ROWS:
         _check(module, case, dtype, out_dtype)
 
 
 def check_tiles(module: EmulatedModule, dtype: type = F16, out_dtype: type = F32) -> None:
-    """gemm_tiles_64, 128 and 256: a part of a tile, rows of y that are aligned and not."""
+    """gemm_tiles_64, 128 and 256: a part of a tile, rows of y that are aligned and not.
+
+    The last block of W is full or has one row only; some products have fewer stages than fit.
+    """
     for case in TILES:
         _check(module, case, dtype, out_dtype)
 
 
 def check_f32(module: EmulatedModule) -> None:
-    """gemm_f32_rows and gemm_f32_tiles."""
+    """gemm_f32_rows and gemm_f32_tiles, also with more tiles of tokens than go together."""
     for case in F32_KERNELS:
         _check(module, case, F32, F32)
 
 
 def check_tile_order(module: EmulatedModule) -> None:
     """16 tiles of tokens go through the features together, tokens first; then the next 16."""
-    for feature_tiles, token_tiles in ((3, 35), (1, 16), (5, 1)):
+    for tiles, features_missing, tokens_missing in (
+        ((3, 35), 0, 31), ((3, 35), 63, 0), ((1, 16), 0, 31), ((5, 1), 0, 31),
+    ):  # fmt: skip
+        feature_tiles, token_tiles = tiles
         out = np.full((feature_tiles * token_tiles, 2), -1, I32)
-        sizes = [I32(32 * token_tiles - 31), I32(64 * feature_tiles), I32(64), I32(32)]
-        module.get_function("tile_order")((len(out),), (1,), [out, *sizes])
+        numbers = (32 * token_tiles - tokens_missing, 64 * feature_tiles - features_missing, 64, 32)
+        module.get_function("tile_order")((len(out),), (1,), [out, *map(I32, numbers)])
         expected = [
             (64 * feature, 32 * token)
             for group in range(0, token_tiles, 16)
@@ -179,10 +211,10 @@ def check_tile_order(module: EmulatedModule) -> None:
         np.testing.assert_array_equal(out, expected)
 
 
-def check_pack(module: EmulatedModule, dtype: type = BF16) -> None:
+def check_pack(module: EmulatedModule, dtype: type = BF16, source: type = F32) -> None:
     """pack_weight: to rows and columns that are there already, and to some that are added."""
     for rows, columns in ((1, 1), (16, 64), (20, 33), (40, 130)):
-        weight = np.random.default_rng(2).standard_normal((rows, columns)).astype(F32)
+        weight = _cast(np.random.default_rng(2).standard_normal((rows, columns)), source)
         expected = packed(_cast(weight, dtype))
         out = _nan(expected.shape, dtype)
         blocks = -(-out.nbytes // (16 * 256))
@@ -204,6 +236,7 @@ def check_embedding(module: EmulatedModule, dtype: type = F16) -> None:
 
 WIDE_F16 = {"DTYPE": "f16", "OUT_DTYPE": "f32", "BIAS": 1}
 ROWS_F16 = later("gemm_rows.cu", check_rows, WIDE_F16)
+ROWS_F16_OPTIMISED = replace(ROWS_F16, opt_level=1)
 ROWS_BF16 = later("gemm_rows.cu", lambda m: check_rows(m, BF16, BF16), {"DTYPE": "bf16"})
 TILES_F16 = later("gemm_tiles.cu", check_tiles, WIDE_F16)
 TILES_BF16 = later("gemm_tiles.cu", lambda m: check_tiles(m, BF16, BF16), {"DTYPE": "bf16"})
@@ -212,9 +245,9 @@ EMBEDDING_F16 = later("embedding_packed.cu", check_embedding, {"DTYPE": "f16"})
 EMBEDDING_F32 = later("embedding_packed.cu", lambda m: check_embedding(m, F32))
 
 GEMM: dict[str, list[Variant]] = {
-    "gemm.cuh": [ROWS_F16, ROWS_BF16, ALL_F32],
+    "gemm.cuh": [ROWS_F16, ROWS_BF16, ALL_F32, ROWS_F16_OPTIMISED],
     "gemm_chunks.cuh": [ROWS_F16],
-    "gemm_rows.cu": [ROWS_F16],
+    "gemm_rows.cu": [ROWS_F16, ROWS_F16_OPTIMISED],
     "gemm_f32.cu": [ALL_F32],
     "gemm_tiles.cu": [TILES_F16],
     "gemm_tile_stages.cuh": [TILES_F16],
@@ -223,6 +256,11 @@ GEMM: dict[str, list[Variant]] = {
     "gemm_pack.cu": [
         later("gemm_pack.cu", check_pack, {"DTYPE": "bf16"}),
         later("gemm_pack.cu", lambda m: check_pack(m, F32)),
+        later(
+            "gemm_pack.cu",
+            lambda m: check_pack(m, F16, BF16),
+            {"DTYPE": "f16", "SOURCE_DTYPE": "bf16"},
+        ),
     ],
     "packed_weight.cuh": [EMBEDDING_F16, ROWS_F16],
     "embedding_packed.cu": [EMBEDDING_F16, EMBEDDING_F32],

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.emulator.module import EmulatedModule
-from cupaged.ops.cuda_sampling import likely_distance
+from cupaged.ops.cuda_draws import likely_distance
 from cupaged.ops.numpy_ops import NumpyOps
 from tests.emulator.mutant_cases import F32, I32, MANY_STEPS, Variant
 from tests.ops.reference_sampling import kept_by_sorting, tokens_up_to

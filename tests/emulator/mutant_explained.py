@@ -1,36 +1,18 @@
-"""Why mutants of attention, products, sampling and PTX wrappers survive: no test can see them.
+"""Why mutants of sampling and PTX wrappers survive: no test can see them; and all such entries.
 
 By name, as in mutants.py. Each entry says what is the same in spite of the change.
 """
 
 from __future__ import annotations
 
-ZERO_WEIGHT = "the weight is zeros there"
-SPEED = "more or fewer registers or loads under way: the same results"
+from tests.emulator.mutant_explained_attention import EXPLAINED_ATTENTION
+from tests.emulator.mutant_explained_gemm import EXPLAINED_GEMM
+
 SAME_FOR_ALL = "all threads hold the same there, so that any may be the one"
-NOT_STORED = "what is computed of rows that do not exist is not stored"
 FILL = "the -inf that fills the last quad come behind all tokens, and there is room for them"
 ANY_SPLIT = "where a part is split decides how many rounds there are, not what they find"
 
 # fmt: off
-EXPLAINED_ATTENTION = {
-    "attention_products.cuh: return DIM_TILES % WARPS == [0 -> 1] || n * WARPS + "
-    "int(threadIdx.x / 32) < DIM_TILES;":
-        "only a shortcut: what is behind it is true where it was",
-    "paged_attention.cu: constexpr int MERGE_BLOCKS = [4 -> 5];": SPEED,
-}
-EXPLAINED_GEMM = {
-    "gemm.cuh: if (column >= in_features) return make_uint4([0 -> 1], 0, 0, 0);": ZERO_WEIGHT,
-    "gemm.cuh: if (column >= in_features) return make_uint4(0, [0 -> 1], 0, 0);": ZERO_WEIGHT,
-    "gemm_rows.cu: for (int i = 0; i < GROUPS; ++i) used[i] = token + 8 * i [< -> <=] "
-    "problem.num_tokens;": NOT_STORED,
-    "gemm_rows.cu: compute_rows<GROUPS, [1 -> 2], false>(problem, partial, tickets);": SPEED,
-    "gemm_rows.cu: compute<4, [2 -> 3]>(problem, partial, tickets);": SPEED,
-    "gemm_tile_stages.cuh: load_x<false>(from, at, token <= last_token ? in_features : [0 -> 1]);":
-        NOT_STORED,
-    "gemm_tiles.cu: [copy_async_wait_all(); -> ]":
-        "the last groups are empty: every copy has been waited for in the loop",
-}
 EXPLAINED_SAMPLING = {
     "logits_logprobs.cu: if (threadIdx.x == [0 -> 1]) { (2)": SAME_FOR_ALL,
     "sampling.cu: while (least > 1 && __ll2double_rn(least - [1 -> 2]) >= limit) --least;":

@@ -290,6 +290,8 @@ ASYNC = [
     copies("async_destination_past_end", OutOfBoundsError, zeros(32), f32(128)),
     copies("async_source_misaligned", MisalignedError, zeros(4), f32(4, 30), I32(30),
            argument="in"),
+    copies("async_zeros_misaligned", MisalignedError, zeros(32), f32(128), argument="in",
+           element=1),
     copies("store_under_copy", AsyncCopyError, zeros(32), f32(128)),
     copies("ldmatrix_past_end", OutOfBoundsError, zeros(128, dtype=U32), zeros(256, dtype=F16)),
     copies("ldmatrix_misaligned", MisalignedError, zeros(128, dtype=U32), zeros(256, dtype=F16)),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupaged.emulator import EmulatedModule, EmulatorError
+from cupaged.emulator import EmulatedModule, EmulatorError, build_record
 from cupaged.emulator.toolchain import Compiler, find_compiler
 from cupaged.errors import NotSupportedError
 from cupaged.runtime.cache_folder import cache_folder
@@ -72,6 +72,27 @@ def test_a_header_counts_however_it_is_included(
     (tmp_path / "unrelated.h").write_text("")
     before = len(compiled)
     assert (value(source), len(compiled)) == (5, before)
+
+
+def test_sources_are_read_once_to_find_what_was_compiled(
+    cache: Path, compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key has their digests; the record asks for those of other files only."""
+    source = tmp_path / "value.cu"
+    source.write_bytes(INCLUDES["macro"] + KERNEL.encode())
+    (tmp_path / "value.h").write_text("#define VALUE 3\n")
+    assert value(source) == 3
+    asked: list[str] = []
+    digest = build_record._digest
+
+    def note(path: str) -> str | None:
+        asked.append(Path(path).name)
+        return digest(path)
+
+    monkeypatch.setattr(build_record, "_digest", note)
+    before = len(compiled)
+    assert (value(source), len(compiled)) == (3, before)
+    assert set(asked) == {"value.h"}  # which only the compiler could find
 
 
 def test_a_header_that_appears(cache: Path, compiled: list[str], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -26,7 +27,9 @@ from cupaged.emulator import (
     ReadOnlyError,
     StackOverflowError,
     ToolchainError,
+    UndefinedBehaviourError,
 )
+from cupaged.emulator.module import Mode
 
 SOURCE = """
 #include <cuda_bf16.h>
@@ -66,6 +69,8 @@ extern "C" __global__ void dynamic(float* out) {
   s[threadIdx.x] = 1;
   out[threadIdx.x] = s[threadIdx.x];
 }
+extern "C" __global__ void divide(int* out, const int* by) { out[0] /= by[0]; }
+extern "C" __global__ void rest(long long* out, const long long* by) { out[0] %= by[0]; }
 """
 
 
@@ -201,6 +206,24 @@ def test_a_crash_in_plain_mode_stays_in_the_child(path: Path) -> None:
     with pytest.raises(StackOverflowError, match="stack of 256 KiB is full"):
         run(module, "deep", np.zeros(2, np.int32), np.int32(10**6))
     run(module, "deep", np.zeros(2, np.int32), np.int32(100))
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="no trap elsewhere")
+@pytest.mark.parametrize("mode", ["checked", "plain"])
+@pytest.mark.parametrize(("name", "dtype"), [("divide", np.int32), ("rest", np.int64)])
+def test_the_smallest_number_by_minus_one(path: Path, name: str, dtype: Any, mode: Mode) -> None:
+    """Its result does not fit; processors end the program."""
+    module = EmulatedModule(path, mode=mode)
+    smallest = np.array([np.iinfo(dtype).min], dtype)
+    with pytest.raises(UndefinedBehaviourError, match="of the smallest number by -1") as found:
+        run(module, name, smallest, np.array([-1], dtype))
+    (line,) = (i for i, text in enumerate(SOURCE.splitlines(), 1) if f"void {name}(" in text)
+    assert found.value.line == line
+    given = np.array([7], dtype)
+    run(module, name, given, np.array([-2], dtype))  # the next launch goes well
+    assert given.tolist() == [-3 if name == "divide" else 1]
+    with pytest.raises(UndefinedBehaviourError, match="an integer division by zero"):
+        run(module, name, given, np.zeros(1, dtype))
 
 
 def test_threads_run_in_the_order_of_the_seed(path: Path) -> None:

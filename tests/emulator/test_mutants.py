@@ -1,7 +1,8 @@
 """Mutants of our kernels die: a check of the emulator stops them, or a reference case sees them.
 
 Some named ones run always. `pytest -m slow` runs all of the first kernels and a fixed sample of the
-attention, the products, sampling and the PTX wrappers.
+attention, the products, sampling and the PTX wrappers; `pytest -m long` all of the families in
+COMPLETE.
 Survivors are allowed only if EXPLAINED or mutant_explained.py say why no test can tell them from
 the original; an entry that no longer applies fails.
 """
@@ -29,6 +30,7 @@ from tests.emulator.program_cases import CUDA_FOLDER, PROGRAMS
 
 FAMILIES = {"attention": ATTENTION, "gemm": GEMM, "sampling": SAMPLING, "ptx": PTX}
 LATER = {file: cases for family in FAMILIES.values() for file, cases in family.items()}
+COMPLETE = ("attention", "gemm")  # families of which `long` runs every mutant
 SAMPLE_SEED = 20261129  # of the mutants that `slow` runs
 LATER_ORIGINALS = [
     "attention_products.cuh", "gemm.cuh", "gemm_f32.cu", "gemm_pack.cu", "gemm_tile_order.cuh",
@@ -46,8 +48,8 @@ CHILD_SECONDS = 300
 # fmt: off
 # One or two of each operator, and who catches it. They run in every test run.
 SAMPLE = {
-    "embedding.cu: copy_row(out, table, blockIdx.x, clip_row(ids[[blockIdx.x -> blockIdx.x + 1]],"
-    " vocab_size), hidden);": "OutOfBoundsError",
+    "embedding_packed.cu: const int row = clip_row(ids[[blockIdx.x -> blockIdx.x + 1]],"
+    " vocab_size);": "OutOfBoundsError",
     "rows.cuh: return max(0, min(row, count [- -> +] 1));": "OutOfBoundsError",
     "rows.cuh: for (int i = threadIdx.x; i < size / N; i [+= -> =] blockDim.x) {":
         "EndlessLoopError",
@@ -148,7 +150,7 @@ def run_cases(file: str, folder: Path) -> None:
         module = EmulatedModule(
             path,
             variant.defines,
-            opt_level=0,
+            opt_level=variant.opt_level,
             max_steps=variant.max_steps,
             global_races=variant.global_races,
         )
@@ -297,3 +299,10 @@ def test_every_mutant_is_caught_or_explained(file: str, tmp_path: Path) -> None:
 def test_sampled_mutants_are_caught_or_explained(family: str, tmp_path: Path) -> None:
     drawn = sample_of(family)
     assert survivors_of(drawn, tmp_path) == EXPLAINED_LATER.keys() & {m.name for m in drawn}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("file", [file for family in COMPLETE for file in FAMILIES[family]])
+def test_every_later_mutant_is_caught_or_explained(file: str, tmp_path: Path) -> None:
+    survivors = survivors_of(all_mutants(file), tmp_path)
+    assert survivors == {name for name in EXPLAINED_LATER if name.startswith(f"{file}:")}

@@ -18,7 +18,8 @@ class PlantedError(RuntimeError):
 class CheckedRunner:
     """Hands plans on to a `HashRunner`, at once or, `deferred`, as late as a device may.
 
-    `core` must be set before the first step. `failed_plan` is the last plan that failed.
+    `core` must be set before the first step. `failed_plan` is the last plan that failed, and
+    `violation` what was wrong with a plan, which the core may have taken for a failure.
     """
 
     core: EngineCore
@@ -32,7 +33,14 @@ class CheckedRunner:
         self._computed: dict[Sequence, int] = {}  # tokens of it that were given to a step
         self._fail_at_submit = False
         self._fail_at_collect = False
+        self._poison: dict[str, bool] = {}  # requests whose steps fail, and whether at once
         self.failed_plan: StepPlan | None = None
+        self.violation: AssertionError | None = None
+        self.num_collected = 0
+
+    def poison(self, request_id: str, *, at_submit: bool) -> None:
+        """Fail for every step with a request of that name."""
+        self._poison[request_id] = at_submit
 
     def fail_next(self, *, at_submit: bool) -> None:
         """Fail once, at the next `submit` or `collect`."""
@@ -47,10 +55,14 @@ class CheckedRunner:
 
     def submit(self, plan: StepPlan) -> int:
         """Check the plan and compute it now or later."""
-        self._check(plan)
-        if self._fail_at_submit:
-            self._fail_at_submit, self.failed_plan = False, plan
-            raise PlantedError
+        try:
+            self._check(plan)
+        except AssertionError as error:
+            self.violation = error
+            raise
+        if self._fail_at_submit or self._is_poisoned(plan, at_submit=True):
+            self._fail_at_submit = False
+            raise self._failure(plan)
         self._in_flight[plan.step_id] = plan
         self._tables[plan.step_id] = plan.block_tables[0].tolist()
         if not self._deferred:
@@ -64,13 +76,25 @@ class CheckedRunner:
         assert plan.block_tables[0].tolist() == self._tables.pop(handle), (
             "a table changed in flight"
         )
-        if self._deferred and not self._fail_at_collect:
+        fails = self._fail_at_collect or self._is_poisoned(plan, at_submit=False)
+        if self._deferred and not fails:
             self._inner.submit(plan)
-        output = None if self._deferred and self._fail_at_collect else self._inner.collect(handle)
-        if self._fail_at_collect or output is None:
-            self._fail_at_collect, self.failed_plan = False, plan
-            raise PlantedError
+        output = None if self._deferred and fails else self._inner.collect(handle)
+        if fails or output is None:
+            self._fail_at_collect = False
+            raise self._failure(plan)
+        self.num_collected += 1
         return output
+
+    def _is_poisoned(self, plan: StepPlan, *, at_submit: bool) -> bool:
+        names = (e.sequence.request.core.request_id for e in plan.scheduled)
+        return any(self._poison.get(name) is at_submit for name in names)
+
+    def _failure(self, plan: StepPlan) -> PlantedError:
+        """Whoever goes on after a failed step begins again."""
+        self.failed_plan = plan
+        self._computed.update((e.sequence, 0) for e in plan.scheduled)
+        return PlantedError(f"step {plan.step_id}")
 
     def _check(self, plan: StepPlan) -> None:
         config, running = self._config, self.core.scheduler.running

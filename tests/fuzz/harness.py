@@ -21,7 +21,7 @@ from cupaged.outputs import CoreOutput
 from cupaged.request import CoreRequest
 from tests.fuzz.checked_runner import CheckedRunner
 from tests.fuzz.oracle import Answer, answer, most_tokens, refusal
-from tests.fuzz.traces import Abort, Add, Fail, Operation, Steps, Trace, make_trace, shrink
+from tests.fuzz.traces import Abort, Add, Fail, Operation, Poison, Steps, Trace, make_trace, shrink
 
 MOST_STEPS = 20_000  # far more than any trace needs
 
@@ -56,7 +56,7 @@ class TraceRun:
         self.unfinished: dict[str, Expected] = {}
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
-        self.num_steps = 0
+        self.had_suspects = False
 
     def run(self, operations: Iterable[Operation]) -> None:
         """Do everything, let it drain, and look at what is left."""
@@ -71,10 +71,12 @@ class TraceRun:
                         self.step()
                 case Fail(at_submit):
                     self.runner.fail_next(at_submit=at_submit)
+                case Poison(request_id, at_submit):
+                    self.runner.poison(request_id, at_submit=at_submit)
             self.check()
         while self.core.has_unfinished_requests:
             self.step()
-            assert self.num_steps < MOST_STEPS, "the engine does not drain"
+            assert self.runner.num_collected < MOST_STEPS, "the engine does not drain"
         self.check_idle()
 
     def add(self, request: CoreRequest) -> None:
@@ -107,18 +109,24 @@ class TraceRun:
         assert not self.core.abort(request_id, index), "something was aborted twice"
 
     def step(self) -> None:
-        """One step: it moves something on, or a planted failure ends only what it holds."""
-        busy = self.core.has_unfinished_requests
+        """One step: it moves something on, or a failure ends the one request that it held."""
+        busy, num_collected = self.core.has_unfinished_requests, self.runner.num_collected
+        failed = False
         try:
             outputs = self.core.step()
         except EngineError:
-            if self.runner.failed_plan is None:
+            if self.runner.failed_plan is None or self.runner.violation is not None:
                 raise
+            failed = True
             self._drop_failed()
         else:
-            self.num_steps += busy
             for output in outputs:
                 self._take(output)
+        if self.runner.violation is not None:
+            raise self.runner.violation
+        self.had_suspects |= self.core.scheduler.has_suspects
+        moved = failed or self.had_suspects or self.runner.num_collected > num_collected
+        assert moved or not busy, "a step moved nothing on"
         self.check()
 
     def _take(self, output: CoreOutput) -> None:
@@ -148,6 +156,7 @@ class TraceRun:
     def _drop_failed(self) -> None:
         plan, self.runner.failed_plan = self.runner.failed_plan, None
         assert plan is not None
+        assert len({entry.sequence.request for entry in plan.scheduled}) == 1, "one for another"
         for entry in plan.scheduled:
             request = entry.sequence.request.core
             expected = self.unfinished.get(request.request_id)
@@ -163,7 +172,7 @@ class TraceRun:
         assert 0.0 <= stats.kv_utilisation <= 1.0
         assert stats.prompt_tokens_total == self.num_prompt_tokens
         assert stats.generation_tokens_total == self.num_generated_tokens
-        assert stats.num_steps == self.num_steps, "a step moved nothing on"
+        assert stats.num_steps == self.runner.num_collected, "a step was not counted"
         for request_id in self.unfinished:
             assert core.holds(request_id), f"{request_id} was lost"
         assert bool(self.unfinished) <= core.has_unfinished_requests
@@ -173,7 +182,7 @@ class TraceRun:
             most = -(-sequence.num_tokens // self.config.block_size)
             assert len(manager.blocks_of(sequence.order)) <= most, "a block is held for nothing"
         head = core.scheduler.policy.peek()
-        if self.first_come and running and head is not None:
+        if self.first_come and running and head is not None and not self.had_suspects:
             assert running[-1].order < head.order, "a later arrival runs before an earlier one"
 
     def check_idle(self) -> None:

@@ -12,7 +12,13 @@ import numpy as np
 
 from cupaged.config import EngineConfig
 from cupaged.engine.hash_runner import kv_of, token_of
-from cupaged.errors import BadValueError, CapacityError, InvalidParameterError, PromptError
+from cupaged.errors import (
+    BadValueError,
+    CapacityError,
+    ContextLengthError,
+    DuplicateRequestError,
+    InvalidParameterError,
+)
 from cupaged.outputs import FinishReason
 from cupaged.request import CoreRequest
 
@@ -66,9 +72,9 @@ def refusal(request: CoreRequest, config: EngineConfig, held: bool) -> type[BadV
     """The error that `add_request` must raise; `held` says that its id is in use."""
     num_prompt = len(request.prompt_token_ids)
     if held:
-        return InvalidParameterError
+        return DuplicateRequestError
     if num_prompt >= config.max_model_len:
-        return PromptError
+        return ContextLengthError
     if request.params.n > config.max_num_seqs:
         return InvalidParameterError
     if request.params.min_tokens and len(_ending_ids(request)) >= config.vocab_size:

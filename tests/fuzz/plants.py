@@ -159,13 +159,13 @@ PLANTS = (
     Plant(
         "one token over the budget",
         _SCHEDULER,
-        "num_new = min(left, budget, self.config.max_chunk)",
-        "num_new = min(left, budget + 1, self.config.max_chunk)",
+        "num_new = min(left, budget, self._max_chunk)",
+        "num_new = min(left, budget + 1, self._max_chunk)",
     ),
     Plant(
         "the first chunk of a long prompt is not cut",
         _SCHEDULER,
-        "num_new = min(sequence.num_tokens, budget, self.config.max_chunk)",
+        "num_new = min(sequence.num_tokens, budget, self._max_chunk)",
         "num_new = min(sequence.num_tokens, budget)",
     ),
     Plant(
@@ -246,6 +246,24 @@ PLANTS = (
         'in request.unfinished():\n                    self._finish(sequence, "error")',
         "in [e.sequence for e in plan.scheduled if e.sequence.request is request]:\n"
         '                    self._finish(sequence, "error")',
+    ),
+    Plant(
+        "a failed step takes all of its requests along",
+        _CORE,
+        "isinstance(error, Exception) and len(requests) > 1:",
+        "isinstance(error, Exception) and len(requests) > 1000:",
+    ),
+    Plant(
+        "a suspect is never tried alone",
+        _SCHEDULER,
+        "self._suspects.appendleft((entry.sequence, entry.start + entry.num_tokens))",
+        "self._suspects.appendleft((entry.sequence, 0))",
+    ),
+    Plant(
+        "a suspect keeps what it had computed",
+        _SCHEDULER,
+        "sequence.status = SequenceStatus.PREEMPTED\n        sequence.num_computed_tokens = 0",
+        "sequence.status = SequenceStatus.PREEMPTED",
     ),
     Plant(
         "an ended request takes a later one of its name along",

@@ -75,6 +75,10 @@ class PagingMachine(RuleBasedStateMachine):
     def fail(self, at_submit: bool) -> None:
         self.trace_run.runner.fail_next(at_submit=at_submit)
 
+    @rule(request_id=IDS, at_submit=st.booleans())
+    def poison(self, request_id: str, at_submit: bool) -> None:
+        self.trace_run.runner.poison(request_id, at_submit=at_submit)
+
     def teardown(self) -> None:
         if hasattr(self, "trace_run"):
             self.trace_run.run([])

@@ -44,7 +44,15 @@ class Fail:
     at_submit: bool
 
 
-Operation = Add | Abort | Steps | Fail
+@dataclass(frozen=True, slots=True)
+class Poison:
+    """Every step with a request of that name fails from now on, at one of the two moments."""
+
+    request_id: str
+    at_submit: bool
+
+
+Operation = Add | Abort | Steps | Fail | Poison
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,5 +211,8 @@ def _moment(
         if random.random() < 0.4:
             operations.append(Add(gone))
     if random.random() < fail_share:
-        operations.append(Fail(random.random() < 0.5))
+        moment = random.random()
+        at_submit, bad = moment < 0.5, requests[int(moment * 2**20) % len(requests)]
+        is_lasting = 0.35 < moment < 0.65
+        operations.append(Poison(bad.request_id, at_submit) if is_lasting else Fail(at_submit))
     return operations

@@ -7,19 +7,19 @@ and blocks of nobody, keys and values within qkv, the padding of the block table
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.engine.batch import Batch, GroupTables
-from cupaged.engine.sampling_batch import SamplingBatch
 from cupaged.ops import KVCache, KVCacheSpec
 from cupaged.ops.cuda_attention import CudaAttention
 from cupaged.ops.cuda_step import upload_step
 from cupaged.runtime.staging import StagingBuffer
 from tests.ops.kernel_arrays import NUMPY, Guarded, close, normal
 from tests.ops.reference_attention import attention
+from tests.ops.sampling_oracle import rows
 
 
 class Sequences:
@@ -98,8 +98,8 @@ class Sequences:
             step, out.array, on_device.array, cache, self.scale,
             window=window, softcap=softcap, sinks=sinks,
         )  # fmt: skip
-        rows = out.read().reshape(num_tokens, num_q, self.head_dim)
-        return np.split(rows, batch.query_start[1:-1])
+        results = out.read().reshape(num_tokens, num_q, self.head_dim)
+        return np.split(results, batch.query_start[1:-1])
 
     def check(
         self,
@@ -137,6 +137,6 @@ class Sequences:
             groups=(GroupTables(table, nothing.astype(np.int64)),),
             copies=np.zeros((0, 2), np.int32),
             logits_tokens=nothing[:0],
-            sampling=cast(SamplingBatch, None),
+            sampling=rows(num=0),
             prompt_logprobs=None,
         )

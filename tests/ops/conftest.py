@@ -1,4 +1,4 @@
-"""The devices that kernels are tested on: the emulator always, a GPU where there is one."""
+"""The devices that kernels are tested on: the emulator always, with --gpu a GPU as well."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pytest_report_header() -> str:
     """Which devices the kernels are tested on."""
     found = gpu()
     return (
-        f"kernels on: emulated (no GPU: {found})"
+        f"kernels on: emulated (no GPU: {found}; --gpu lets the tests see one)"
         if isinstance(found, str)
         else "kernels on: emulated, cuda"
     )

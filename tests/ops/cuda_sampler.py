@@ -11,9 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.engine.sampling_batch import SamplingBatch
+from cupaged.ops.cuda_draws import CudaDraws, column_arrays, edit_arrays
 from cupaged.ops.cuda_sampling import CudaSampling
 from cupaged.ops.numpy_ops import NumpyOps
-from cupaged.runtime.protocol import Runtime
+from cupaged.runtime.protocol import Array, Runtime
+from cupaged.runtime.results import ResultBuffer
+from cupaged.runtime.staging import StagingBuffer
 from tests.ops.kernel_arrays import Guarded, same_bits
 
 F32, I32 = np.float32, np.int32
@@ -24,20 +27,32 @@ class Sampler:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.ops = CudaSampling(runtime)
+        self.ops = CudaSampling(runtime, ResultBuffer(runtime))
+        self._staging = StagingBuffer(runtime)
 
-    def sample(self, logits: Any, sampling: SamplingBatch, **how: Any) -> list[int]:
+    def draws(self, sampling: SamplingBatch) -> CudaDraws:
+        """The batch on the device."""
+        columns, edits = column_arrays(sampling), edit_arrays(sampling.edits)
+        there = self._staging.upload([*columns, *edits])
+        return CudaDraws.of(sampling, there[: len(columns)], there[len(columns) :])
+
+    def draw(self, logits: Array, sampling: SamplingBatch) -> Array:
+        """Tokens on the device, from logits there."""
+        return self.ops.sample(logits, self.draws(sampling))
+
+    def sample(self, logits: Any, sampling: SamplingBatch) -> list[int]:
         given = Guarded.of(self.runtime, np.array(logits, F32))
-        tokens = self.ops.sample(given.array, sampling, **how)
+        tokens = self.draw(given.array, sampling)
         given.read()
         assert self.runtime.is_device_array(tokens) and tokens.dtype == I32
         return [int(token) for token in self.runtime.to_host(tokens)]
 
     def logprobs(self, logits: Any, token_ids: Any, count: int) -> tuple[NDArray[Any], ...]:
         given = Guarded.of(self.runtime, np.array(logits, F32))
-        told = self.ops.logprobs(given.array, np.array(token_ids, I32), count)
+        ids = self.runtime.from_host(np.array(token_ids, I32))
+        told = self.ops.logprobs(given.array, ids, count)
         same_bits(given.read(), np.array(logits, F32))  # the logits are only read
-        return told
+        return tuple(self.runtime.to_host(column) for column in told)
 
 
 def check_logprobs(sampler: Sampler, logits: Any, tokens: Any, count: int) -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from cupaged.runtime.protocol import DeviceError, Runtime
 from tests.ops.kernel_arrays import Guarded, normal, same_bits
+from tests.ops.reference_gemm import packed
 
 F16 = {"DTYPE": "f16"}
 
@@ -42,10 +43,13 @@ def test_rows(size: int, threads: int, runtime: Runtime) -> None:
     table = normal(1, (9, size), "float16")
     ids = np.array([8, 0, 3], np.int32)
     counts = (np.int32(9), np.int32(size))
-    for name, inputs in (("embedding", (ids, table)), ("gather_rows", (table, ids))):
-        kernel = (f"{name}.cu", name, F16)
-        got = run(runtime, kernel, (3,), threads, (3, size), *inputs, *counts)
-        same_bits(got, table[ids])
+    kernel = ("gather_rows.cu", "gather_rows", F16)
+    got = run(runtime, kernel, (3,), threads, (3, size), table, ids, *counts)
+    same_bits(got, table[ids])
+    weight, sizes = packed(table), (*counts, np.int32(-(-size // 64) * 64))
+    kernel = ("embedding_packed.cu", "embedding_packed", F16)
+    got = run(runtime, kernel, (3,), threads, (3, size), ids, weight, *sizes)
+    same_bits(got, table[ids])
 
 
 @pytest.mark.parametrize(("blocks", "threads"), [(1, 32), (1, 256), (3, 64), (7, 33)])

@@ -47,7 +47,10 @@ class Case:
 
 
 def make_batch(
-    sequences: Sequence[tuple[int, int]], block_table: NDArray[np.int32], block_size: int
+    sequences: Sequence[tuple[int, int]],
+    block_table: NDArray[np.int32],
+    block_size: int,
+    copies: Any = (),
 ) -> Batch:
     """A batch of sequences (tokens before, new tokens) that lie in the blocks of the table."""
     before, num_new = np.array(sequences, np.int32).T
@@ -61,7 +64,7 @@ def make_batch(
         query_start=query_start,
         context_len=before + num_new,
         groups=(GroupTables(block_table, blocks * block_size + positions % block_size),),
-        copies=np.zeros((0, 2), np.int32),
+        copies=np.array(copies, np.int32).reshape(-1, 2),
         logits_tokens=np.zeros(0, np.int32),
         sampling=rows(num=0),
         prompt_logprobs=None,

@@ -98,6 +98,11 @@ def test_rope_and_cache(
         same_bits(got, wanted)
 
 
+def copying(ops: CudaOps, copies: Any) -> Any:
+    """A step that makes these copies of blocks."""
+    return ops.begin_step(make_batch([(0, 1)], np.zeros((1, 1), np.int32), 8, copies))
+
+
 @pytest.mark.parametrize("block_size", [8, 16, 128])
 @pytest.mark.parametrize("copies", [[(0, 1)], [(4, 0), (4, 2), (1, 6)], [(5, 3)]])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -109,7 +114,7 @@ def test_copy_blocks(
         CacheCase(ops, dtype, (7, kv_heads, block_size, head_dim), [0, 1, 4])
         for kv_heads, head_dim in ((1, 2), (3, 80), (2, 128))
     ]
-    ops.copy_blocks([layer.cache for layer in layers], np.array(copies, np.int32))
+    ops.copy_blocks([layer.cache for layer in layers], copying(ops, copies))
     for layer in layers:
         for got, half in zip(layer.read(), layer.host, strict=True):
             for source, destination in copies:
@@ -138,7 +143,7 @@ def test_many_blocks_at_once(runtime: Runtime) -> None:
     ops = CudaOps(runtime, "float16")
     case = CacheCase(ops, "float16", (80, 1, 8, 8), list(range(40)))
     copies = np.array([(i, 79 - i) for i in range(37)], np.int32)
-    ops.copy_blocks([case.cache], copies)
+    ops.copy_blocks([case.cache], copying(ops, copies))
     for got, half in zip(case.read(), case.host, strict=True):
         half[copies[:, 1]] = half[copies[:, 0]]
         same_bits(got, half)
@@ -156,7 +161,7 @@ def test_offsets_beyond_32_bits(runtime: Runtime) -> None:
     given = runtime.from_host(qkv)
     table = ops.rotary_table(np.zeros(64), MAX_POSITIONS)  # no angle: keys stay as they are
     ops.rope_and_cache(ops.begin_step(batch), given, table, cache)
-    ops.copy_blocks([cache], np.array([[last, 3], [last, last - 1]], np.int32))
+    ops.copy_blocks([cache], copying(ops, [(last, 3), (last, last - 1)]))
     staging = runtime.zeros((1, 1, 128, 128), dtype)
     ops.gather_blocks(staging, cache.k, np.array([last], np.int32))
     ops.scatter_blocks(cache.v, staging, np.array([last], np.int32))

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 
-from cupaged.ops.cuda_sampling import DeviceLogprobs
 from cupaged.runtime.protocol import Runtime
 from tests.ops.cuda_sampler import F32, I32, Sampler, check_logprobs
 from tests.ops.kernel_arrays import Guarded, same_bits
@@ -81,8 +80,8 @@ def test_logprobs_do_not_depend_on_company_or_block(runtime: Runtime, sampler: S
 def test_logprobs_of_what_was_drawn(runtime: Runtime, sampler: Sampler) -> None:
     """No trip to the host: token ids of the device, by number of the sample; -1 becomes 0."""
     logits = runtime.from_host(np.array([[0, 1, 5], [NAN, 0, 0], [7, 0, 0]], F32))
-    drawn = sampler.ops.sample(logits, rows(num=3, temperature=0.0))
+    drawn = sampler.draw(logits, rows(num=3, temperature=0.0))
     own = runtime.from_host(np.array([[0, 1, 5], [0, 0, 1]], F32))
-    told = sampler.ops.device_logprobs(own, drawn, 1, np.array([0, 1], I32))
-    ids, _, ranks = DeviceLogprobs.unpack(runtime.to_host(told.packed))
+    which = runtime.from_host(np.array([0, 1], I32))
+    ids, _, ranks = map(runtime.to_host, sampler.ops.logprobs(own, drawn, 1, which))
     assert ids.tolist() == [[2, 2], [0, 2]] and ranks.tolist() == [[1, 1], [3, 1]]

@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cupaged.engine.sampling_batch import MAX_COUNT, MAX_TEMPERATURE, LogitsEdits, SamplingBatch
-from cupaged.ops.cuda_sampling import CudaSampling, row_block
+from cupaged.ops.cuda_sampling import row_block
 from cupaged.ops.launch_checks import OperandError
 from cupaged.ops.numpy_ops import NumpyOps
 from cupaged.runtime.host_runtime import HostRuntime
@@ -165,10 +165,10 @@ def test_logits_at_the_limits_of_float32(sampler: Sampler) -> None:
 
 def test_forced_tokens_stand_in_where_asked(sampler: Sampler) -> None:
     s = rows(num=4, temperature=0.0)
-    s.forced[...] = [-1, 3, 0, 2]
     logits = [[0, 9, 0, 0], [0, 9, 0, 0], [0, 9, 0, 0], [NAN, 0, 0, 0]]
-    assert sampler.sample(logits, s) == [1, 1, 1, -1]
-    assert sampler.sample(logits, s, force=True) == [1, 3, 0, -1]
+    assert sampler.sample(logits, s) == on_numpy(logits, s) == [1, 1, 1, -1]
+    s.forced[...] = [-1, 3, 0, 2]
+    assert sampler.sample(logits, s) == on_numpy(logits, s) == [1, 3, 0, -1]
 
 
 @pytest.mark.parametrize(
@@ -210,13 +210,13 @@ def test_a_sample_does_not_depend_on_its_company(sampler: Sampler) -> None:
 
 def test_rows_beyond_32_bits(runtime: Runtime) -> None:
     """The last row begins at element 2^31. On the host, untouched pages take no memory."""
-    ops, vocab_size = CudaSampling(runtime), 1 << 16
+    sampler, vocab_size = Sampler(runtime), 1 << 16
     logits = runtime.zeros(((1 << 15) + 1, vocab_size), F32)
     last = np.arange(vocab_size, dtype=F32)[None] / 8
     runtime.copy_to_device(logits[1 << 15 :], last)
     banned = [(1 << 15, vocab_size - 1)]
     s = rows(num=2, logits_row=1 << 15, temperature=[0.0, 1.0], top_k=[0, 1], banned=banned)
-    assert runtime.to_host(ops.sample(logits, s)).tolist() == [vocab_size - 2] * 2
+    assert runtime.to_host(sampler.draw(logits, s)).tolist() == [vocab_size - 2] * 2
 
 
 def test_no_samples(sampler: Sampler) -> None:
@@ -254,7 +254,7 @@ def test_edits_equal_those_of_numpy(sampler: Sampler, vocab_size: int) -> None:
     edits = some_edits(vocab_size, 5)
     expected, given = logits.copy(), Guarded.of(sampler.runtime, logits)
     NumpyOps().sample(expected, rows(num=0, edits=edits))
-    sampler.ops.sample(given.array, rows(num=0, edits=edits))
+    sampler.draw(given.array, rows(num=0, edits=edits))
     same_bits(given.read(), expected)
     np.testing.assert_allclose(expected, edited(logits.tolist(), edits), rtol=1e-6)
 
@@ -266,7 +266,7 @@ def test_edits_by_hand(sampler: Sampler) -> None:
         allowed=[(1, 2), (1, 0)], banned=[(1, 0)],
     )  # fmt: skip
     given = Guarded.of(sampler.runtime, np.array([[-1, 2, 2], [9, 2, 2]], F32))
-    tokens = sampler.ops.sample(given.array, rows(num=2, temperature=0.0, edits=edits))
+    tokens = sampler.draw(given.array, rows(num=2, temperature=0.0, edits=edits))
     np.testing.assert_array_equal(given.read(), [[-2, 2, 2], [-INF, -INF, 0.5]])
     assert sampler.runtime.to_host(tokens).tolist() == [1, 2]
 
@@ -284,14 +284,16 @@ def test_edits_that_overflow_fail_their_row(sampler: Sampler) -> None:
 
 def test_a_step_is_one_upload_and_allocates_nothing_later() -> None:
     runtime = WritingRuntime()
-    ops, edits = CudaSampling(runtime), some_edits(50, 4)
-    logits = runtime.empty((4, 50), F32)
-    ops.sample(logits, rows(num=4))
-    assert [name for name, *_ in runtime.launches] == ["sample"] and runtime.uploads == 1
+    sampler, edits = Sampler(runtime), some_edits(50, 4)
+    logits, ids = runtime.empty((4, 50), F32), runtime.zeros((4,), I32)
+    sampler.ops.reserve(4, 1 << 10)
+    sampler.draws(rows(num=4, edits=edits))
+    sampler.draw(logits, rows(num=4))
+    assert [name for name, *_ in runtime.launches] == ["sample"] and runtime.uploads == 2
     runtime.launches.clear()
     before = runtime.allocations
-    ops.sample(logits, rows(num=4, edits=edits))
-    ops.device_logprobs(logits, np.zeros(4, I32), 5)
+    sampler.draw(logits, rows(num=4, edits=edits))
+    sampler.ops.logprobs(logits, ids, 5)
     assert [launch[:3] for launch in runtime.launches] == [
         *((name, (1,), (256,)) for name in ("add_bias", "penalize", "subtract", "save_allowed")),
         ("forbid_rows", (2, 1), (256,)), ("restore_allowed", (1,), (256,)), ("ban", (1,), (256,)),
@@ -301,9 +303,9 @@ def test_a_step_is_one_upload_and_allocates_nothing_later() -> None:
 
 
 def test_tokens_outlive_the_next_draw(sampler: Sampler) -> None:
-    ops, runtime = sampler.ops, sampler.runtime
+    runtime = sampler.runtime
     first, second = (
-        ops.sample(runtime.from_host(np.eye(3, dtype=F32)[order]), rows(num=3, temperature=0.0))
+        sampler.draw(runtime.from_host(np.eye(3, dtype=F32)[order]), rows(num=3, temperature=0.0))
         for order in ([0, 1, 2], [2, 0, 1])
     )
     assert runtime.to_host(first).tolist() == [0, 1, 2]
@@ -333,21 +335,23 @@ def test_batches_that_do_not_fit(change: dict[str, Any], message: str) -> None:
     runtime, good = WritingRuntime(), rows(num=2)
     columns = {field.name: getattr(good, field.name) for field in fields(good)} | change
     with pytest.raises(OperandError, match=f"sample: {message}"):
-        CudaSampling(runtime).sample(runtime.empty((2, 7), F32), SamplingBatch(**columns))
+        Sampler(runtime).draw(runtime.empty((2, 7), F32), SamplingBatch(**columns))
     assert not runtime.launches
 
 
 def test_arrays_that_do_not_fit() -> None:
     runtime = WritingRuntime()
-    ops, logits = CudaSampling(runtime), runtime.empty((2, 7), F32)
-    ids = np.zeros(2, I32)
-    for given, tokens, count, message in (
-        (np.zeros((2, 7), F32), ids, 1, "logits must be an array on the device"),
-        (runtime.empty((2, 7), np.float16), ids, 1, "logits must be float32"),
-        (logits, ids[:1], 1, "which must be from 0 to 0, got 0 to 1"),
-        (logits, ids.astype(np.int64), 1, "token_ids must be int32"),
-        (logits, ids, -1, "count must be from 0"),
+    ops, logits = Sampler(runtime).ops, runtime.empty((2, 7), F32)
+    ids = runtime.zeros((2,), I32)
+    for given, tokens, count, which, message in (
+        (np.zeros((2, 7), F32), ids, 1, None, "logits must be an array on the device"),
+        (runtime.empty((2, 7), np.float16), ids, 1, None, "logits must be float32"),
+        (logits, ids[:1], 1, None, r"token_ids must be int32 \[2\], got int32 \[1\]"),
+        (logits, ids, 1, ids[:1], r"which must be int32 \[2\], got int32 \[1\]"),
+        (logits, np.zeros(2, I32), 1, None, "token_ids must be an array on the device"),
+        (logits, ids.view(np.uint32), 1, None, "token_ids must be int32"),
+        (logits, ids, -1, None, "count must be from 0"),
     ):
         with pytest.raises(OperandError, match=f"logprobs: {message}"):
-            ops.device_logprobs(given, tokens, count)
+            ops.logprobs(given, tokens, count, which)
     assert not runtime.launches

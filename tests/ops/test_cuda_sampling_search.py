@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cupaged.ops.cuda_sampling import likely_distance, row_block
+from cupaged.ops.cuda_draws import likely_distance
+from cupaged.ops.cuda_sampling import row_block
 from cupaged.runtime.host_runtime import HostRuntime
 from cupaged.runtime.kernels import kernel_folder
 from cupaged.runtime.protocol import Runtime

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cupaged.ops import cuda_gemm
-from cupaged.ops.cuda_gemm import CudaGemm, CudaWeight, padded_columns, padded_rows
+from cupaged.ops import gemm_plan
+from cupaged.ops.cuda_gemm import CudaGemm, CudaWeight
+from cupaged.ops.gemm_plan import padded_columns, padded_rows
 from cupaged.runtime.dtypes import kernel_dtype
 from cupaged.runtime.host_runtime import HostRuntime
 from cupaged.runtime.protocol import Runtime
@@ -264,7 +265,7 @@ def test_packing_in_parts(dtype: str, gemm: CudaGemm, monkeypatch: pytest.Monkey
     weight = normal(1, (130, 75), "float32").T
     whole = gemm.runtime.to_host(gemm.pack_weight(weight).matrix)
     for rows in (1, 2):
-        monkeypatch.setattr(cuda_gemm, "_PACKING_BYTES", rows * 16 * 130 * 4 + 5)
+        monkeypatch.setattr(gemm_plan, "_PACKING_BYTES", rows * 16 * 130 * 4 + 5)
         same_bits(gemm.runtime.to_host(gemm.pack_weight(weight).matrix), whole)
     same_bits(whole, reference_gemm.packed(weight.astype(NUMPY[dtype])))
 

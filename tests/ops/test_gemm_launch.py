@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupaged.ops.cuda_gemm import CudaGemm, choose_launch, chunk_columns, workspace_bytes
+from cupaged.ops.cuda_gemm import CudaGemm
+from cupaged.ops.gemm_plan import choose_launch, chunk_columns, workspace_bytes
 from cupaged.ops.launch_checks import OperandError
 from cupaged.runtime.host_runtime import HostRuntime
 from cupaged.runtime.kernels import ARCHITECTURES, compile_kernel
@@ -159,9 +160,12 @@ def test_arrays_of_the_host_and_overlaps_are_refused(small: Any) -> None:
 
 def test_weights_that_are_refused() -> None:
     gemm = CudaGemm(WritingRuntime(), BF16)
-    weights: list[Any] = [np.zeros((4, 4)), np.zeros(4, np.float32), np.zeros((0, 4), np.float32)]
+    weights: list[Any] = [
+        np.zeros((4, 4)), np.zeros(4, np.float32), np.zeros((0, 4), np.float32),
+        np.zeros((4, 4), np.float16),
+    ]  # fmt: skip
     for weight in weights:
-        with pytest.raises(OperandError, match="pack_weight: weight must be float32 of two"):
+        with pytest.raises(OperandError, match="weight must be float32 or bfloat16 of two"):
             gemm.pack_weight(weight)
     with pytest.raises(OperandError, match=r"pack_weight: bias must be float32 \[4\]"):
         gemm.pack_weight(np.zeros((4, 4), np.float32), np.zeros(3, np.float32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,10 @@ class Given:
         self.step = ops.begin_step(make_batch([(0, 5)], np.array([[3, 1]], I32), 8))
         self.qkv, self.rotary = e((5, 24), F16), e((2, 9, 4), np.float32)
         self.away = e((2, 1, 8, 8), F16)
+
+    def copy(self, copies: NDArray[Any]) -> None:
+        step = self.ops.begin_step(replace(self.step.batch, copies=copies))
+        self.ops.copy_blocks([self.cache], step)
 
     def rope(self, **changes: Any) -> None:
         given = {"step": self.step, "qkv": self.qkv, "table": self.rotary, "cache": self.cache}
@@ -93,9 +98,11 @@ class Given:
         (lambda g: g.ops.embedding(g.out, g.ids.view(np.uint32), g.table),
          r"token_ids must be int32 \[5\], got uint32 \[5\]"),
         (lambda g: g.ops.embedding(g.wide, g.ids, g.table), r"out must be float16 \[5, 16\]"),
-        (lambda g: g.ops.gather_rows(g.out, g.x, np.zeros(5, np.int64)),
-         r"rows must be int32 \[5\], got int64 \[5\]"),
-        (lambda g: g.ops.gather_rows(g.out, g.x, int32s([0, 1])), r"out must be float16 \[2, 16\]"),
+        (lambda g: g.ops.gather_rows(g.out, g.x, g.ids.view(np.uint32)),
+         r"rows must be int32 \[5\], got uint32 \[5\]"),
+        (lambda g: g.ops.gather_rows(g.out, g.x, int32s([0] * 5)),
+         r"rows must be an array on the device, got int32 \[5\] on the host"),
+        (lambda g: g.ops.gather_rows(g.out, g.x, g.ids[:2]), r"out must be float16 \[2, 16\]"),
         (lambda g: g.ops.gather_rows(g.out, g.x.view(np.int16), g.ids),
          r"out must be int16 \[5, 16\]"),
         (lambda g: g.ops.gather_rows(g.out.view(np.int16), g.x.view(np.int16), g.ids),
@@ -113,16 +120,12 @@ class Given:
          r"v cache must be float16 \[4, 1, 8, 8\]"),
         (lambda g: g.rope(cache=KVCache(g.cache.spec, g.cache.k, g.cache.k)),
          "k cache must be apart from v cache"),
-        (lambda g: g.ops.copy_blocks([g.cache], int32s([[0, 4]])),
-         "copies must be from 0 to 3, got 0 to 4"),
-        (lambda g: g.ops.copy_blocks([g.cache], int32s([[-1, 1]])),
-         "copies must be from 0 to 3, got -1"),
-        (lambda g: g.ops.copy_blocks([g.cache], int32s([[0, 1], [1, 2]])), "also as a source, got"),
-        (lambda g: g.ops.copy_blocks([g.cache], int32s([[0, 1], [2, 1]])),
-         "without a destination twice"),
-        (lambda g: g.ops.copy_blocks([g.cache], np.zeros((1, 2), np.int64)), r"int32 \[1, 2\]"),
-        (lambda g: g.ops.copy_blocks([g.cache], int32s([0, 1])),
-         "copies must be an array of 2 dimensions"),
+        (lambda g: g.copy(int32s([[0, 4]])), "copies must be from 0 to 3, got 0 to 4"),
+        (lambda g: g.copy(int32s([[-1, 1]])), "copies must be from 0 to 3, got -1"),
+        (lambda g: g.copy(int32s([[0, 1], [1, 2]])), "also as a source, got"),
+        (lambda g: g.copy(int32s([[0, 1], [2, 1]])), "without a destination twice"),
+        (lambda g: g.copy(np.zeros((1, 2), np.int64)), r"int32 \[1, 2\]"),
+        (lambda g: g.copy(int32s([0, 1])), "copies must be an array of 2 dimensions"),
         (lambda g: g.ops.gather_blocks(g.away, g.cache.k, int32s([0])),
          r"staging must be .* \[1, 1, 8, 8\]"),
         (lambda g: g.ops.gather_blocks(g.away, g.cache.k, int32s([0, 4])),

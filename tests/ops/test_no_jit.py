@@ -2,7 +2,7 @@
 
 An engine runs on a runtime that writes launches down and runs nothing. An array of it refuses what
 CuPy would compile a kernel for (arithmetic, comparison, conversion, assignment, fancy indexing,
-reading a value). After a warm-up the runtime refuses every allocation, too.
+reading a value). From the first step on the runtime refuses every allocation, too.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cupaged.engine.sampling_batch import SamplingBatch
+from cupaged.engine.device_memory import step_limits
 from cupaged.errors import EngineError
+from cupaged.ops import StepContext
 from cupaged.ops.cuda_ops import CudaOps
 from cupaged.request import CoreRequest
 from cupaged.runtime.cupy_runtime import CuPyRuntime
@@ -66,7 +67,7 @@ class ArmedRuntime(WritingRuntime):
 
 
 class Engine:
-    """A tiny model whose draws are made, thrown away, and replaced: no kernel has run."""
+    """A tiny model whose draws are made and overwritten: no kernel has run."""
 
     def __init__(
         self, folder: Path, dtype: str, runtime: Runtime | None = None, **limits: Any
@@ -76,10 +77,11 @@ class Engine:
         self.core = LoadedModel(folder, self.ops).core(sampler=self._draw, **{**LIMITS, **limits})
         self._number = 0
 
-    def _draw(self, logits: Any, sampling: SamplingBatch) -> NDArray[np.int32]:
-        drawn = self.ops.sample(logits, sampling)
-        assert isinstance(drawn, np.ndarray) and drawn.dtype == np.int32
-        return np.full(drawn.shape, 5, np.int32)
+    def _draw(self, logits: Any, step: StepContext) -> Any:
+        drawn = self.ops.sample(logits, step.sampling)
+        assert self.runtime.is_device_array(drawn) and drawn.dtype == np.int32
+        self.runtime.copy_to_device(drawn, np.full(drawn.shape, 5, np.int32))
+        return drawn
 
     def run(self, *params: SamplingParams, length: int = 20) -> None:
         """One request for each of `params`, all at once, to their ends."""
@@ -119,10 +121,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {s.name: write_hf_folder(place / s.name, s) for s in (TINY, TINY_WIDE_HEAD)}
 
 
-def warmed_up(folder: Path, dtype: str) -> Engine:
-    """The largest step in tokens and in sequences, and every edit, once."""
-    engine = Engine(folder, dtype)
-    engine.run(*[asked(repetition_penalty=1.1, allowed_token_ids=[5, 6])] * 8)
+def armed(folder: Path, dtype: str, **limits: Any) -> Engine:
+    """An engine that has run nothing yet, and may allocate nothing from now on."""
+    engine = Engine(folder, dtype, **limits)
     engine.runtime.armed = True
     engine.runtime.launches.clear()
     return engine
@@ -133,7 +134,8 @@ def warmed_up(folder: Path, dtype: str) -> Engine:
 def test_a_step_allocates_and_computes_nothing_by_itself(
     dtype: str, name: str, folders: dict[str, Path]
 ) -> None:
-    engine = warmed_up(folders[name], dtype)
+    """From the first step on."""
+    engine = armed(folders[name], dtype)
     for params in WORK.values():
         engine.run(*params)
         engine.run(*params, length=1)
@@ -144,42 +146,38 @@ def test_a_step_allocates_and_computes_nothing_by_itself(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_first_step_of_a_kind_is_the_warm_up(dtype: str, folders: dict[str, Path]) -> None:
-    """One step of any size is enough: no later step is of a size that memory grows for."""
-    engine = Engine(folders["tiny"], dtype)
-    engine.run(asked(max_tokens=2), length=3)
-    engine.runtime.armed = True
-    for params in WORK.values():
-        engine.run(*params)
-    assert not engine.runtime.refused
-
-
-def test_what_has_grown_once_does_not_grow_again(folders: dict[str, Path]) -> None:
-    """Uploads and reports begin small: long prompts under penalties, and many log probabilities,
-    make them grow, once.
-    """
+def test_long_prompts_under_penalties_and_many_log_probabilities(
+    dtype: str, folders: dict[str, Path]
+) -> None:
+    """What goes up and comes down is largest here, and fits what was taken at the start."""
     limits: dict[str, Any] = {
         "num_blocks": 600, "max_num_seqs": 40, "max_num_batched_tokens": 512
     }  # fmt: skip
-    engine = Engine(folders["tiny"], "bfloat16", **limits)
-    work = [asked(repetition_penalty=1.2, prompt_logprobs=20, max_tokens=3)] * 40
-    engine.run(asked(max_tokens=2))
-    before = engine.runtime.allocations
-    engine.run(*work, length=120)
-    assert 0 < engine.runtime.allocations - before <= 6  # two halves or arrays each, by doubling
-    engine.runtime.armed = True
-    engine.run(*work, length=120)
+    engine = armed(folders["tiny"], dtype, **limits)
+    asking = asked(
+        repetition_penalty=1.2, frequency_penalty=1, allowed_token_ids=[5, 6], logit_bias={5: 1.0},
+        prompt_logprobs=20, logprobs=20, max_tokens=3,
+    )  # fmt: skip
+    engine.run(*[asking] * 40, length=120)
     assert not engine.runtime.refused
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_log_probabilities_allocate_what_is_stated(dtype: str, folders: dict[str, Path]) -> None:
-    """The copy of the logits that `ModelRunner` states, and nothing else."""
-    engine = warmed_up(folders["tiny"], dtype)
-    engine.run(asked(prompt_logprobs=5), asked(prompt_logprobs=20))
-    with pytest.raises(EngineError, match="a step allocates float32"):
-        engine.run(asked(logprobs=5), asked(logprobs=0))
-    assert engine.runtime.refused == [((2, TINY.vocab_size), "float32")]
+def test_more_edits_than_there_is_room_for(folders: dict[str, Path]) -> None:
+    """They go up by themselves, in memory that grows once; the step's own addresses stay."""
+    engine = Engine(
+        folders["tiny"], "bfloat16", num_blocks=100, max_num_seqs=40, max_num_batched_tokens=512
+    )
+    limits = step_limits(engine.core.config, 3, [])
+    assert 2 * engine.ops._memory(limits).edit_bytes < 40 * 506 * (8 + 12)
+    staged = engine.ops._staging
+    place, before = engine.runtime.address(staged._device), engine.runtime.allocations
+    ids = range(3, 509)
+    many = asked(allowed_token_ids=ids, logit_bias=dict.fromkeys(ids, 1.0), max_tokens=1)
+    engine.run(*[many] * 40, length=4)
+    assert 0 < engine.runtime.allocations - before <= 2  # edits, and logits of allowed tokens
+    engine.runtime.armed = True
+    engine.run(*[many] * 40, length=4)
+    assert engine.runtime.address(staged._device) == place
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -189,19 +187,19 @@ def test_cupy_itself_is_asked_for_nothing_else(
     """`CuPyRuntime` on a CuPy whose arrays have views and nothing else."""
     gpu = install(FakeGpu(), monkeypatch)
     engine = Engine(folders["tiny"], dtype, CuPyRuntime())
-    engine.run(asked(max_tokens=2))
+    engine.core._runner.warm_up()  # type: ignore[attr-defined]
     gpu.calls.clear()
     gpu.launched.clear()
     for params in WORK.values():
         engine.run(*params)
     called = {call for call, *_ in gpu.calls}
-    assert called <= {"copy", "record", "event synchronize", "synchronize", "load", "function"}
+    assert called <= {"copy", "record", "event synchronize", "synchronize"}
     assert len(gpu.launched) > 100
 
 
 def test_the_runtime_notices(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """An operation that allocates, or that computes on arrays, is refused: this file can fail."""
-    engine = warmed_up(folders["tiny"], "float32")
+    engine = armed(folders["tiny"], "float32")
     silu_mul = CudaOps.silu_mul
 
     def allocating(self: CudaOps, out: Any, gate_up: Any) -> None:

@@ -238,7 +238,8 @@ def test_copy_blocks(copies: list[tuple[int, int]], ops: NumpyOps) -> None:
         k[5, :, 6:] = v[5, :, 6:] = np.nan
         caches.append(KVCache(spec, k, v))
         expected.append((k.copy(), v.copy()))
-    ops.copy_blocks(caches, np.array(copies, np.int32).reshape(-1, 2))
+    step = ops.begin_step(make_batch([(0, 1)], np.zeros((1, 1), np.int32), 8, copies))
+    ops.copy_blocks(caches, step)
     for cache, (k, v) in zip(caches, expected, strict=True):
         for source, destination in copies:
             k[destination], v[destination] = k[source], v[source]

@@ -14,7 +14,8 @@ import pytest
 
 from cupaged.errors import NotSupportedError
 from cupaged.ops import KVCache
-from cupaged.ops.cuda_attention import AttentionShape, CudaAttention, check_attention_shape
+from cupaged.ops.attention_shapes import AttentionShape, check_attention_shape
+from cupaged.ops.cuda_attention import CudaAttention
 from cupaged.ops.cuda_step import upload_step
 from cupaged.ops.launch_checks import OperandError
 from cupaged.runtime.host_runtime import HostRuntime

@@ -92,6 +92,7 @@ class FakeGpu:
         self.memory = (3000, 10000)  # free, total
         self.pool_counts = (500, 100, 0)  # used, free, limit
         self.memory_is_full = False
+        self.pinned_bytes = 0  # in use
         self.launch_error: str | None = None
         self.sync_error: str | None = None
         self.static_shared = 0
@@ -181,6 +182,16 @@ def _cuda(gpu: FakeGpu) -> ModuleType:
         def synchronize(self) -> None:
             gpu.log("event synchronize")
 
+    class PinnedMemory(bytearray):
+        def __init__(self, num_bytes: int) -> None:
+            if gpu.memory_is_full:
+                raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+            super().__init__(num_bytes)
+            gpu.pinned_bytes += num_bytes
+
+        def __del__(self) -> None:
+            gpu.pinned_bytes -= len(self)
+
     class MemoryPool:
         def malloc(self, num_bytes: int) -> Memory:
             assert current, "the pool is asked on the runtime's stream"
@@ -218,7 +229,8 @@ def _cuda(gpu: FakeGpu) -> ModuleType:
         "Stream": Stream,
         "Event": Event,
         "MemoryPool": MemoryPool,
-        "alloc_pinned_memory": bytearray,
+        "PinnedMemory": PinnedMemory,
+        "PinnedMemoryPointer": lambda memory, offset: memoryview(memory)[offset:],
         "get_elapsed_time": lambda start, end: 2.5 if start.timing and end.timing else None,
         "runtime": _runtime(gpu),
         "driver": ModuleType("driver"),

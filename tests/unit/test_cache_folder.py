@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from pathlib import Path
@@ -171,7 +172,7 @@ def test_headers_are_found_transitively(sources: Path) -> None:
 @pytest.mark.parametrize("changed", ["kernel.cu", "a.cuh", "sub/b.cuh", "include/shared.h"])
 def test_a_digest_changes_with_every_source(sources: Path, changed: str) -> None:
     def digest() -> str:
-        return digest_sources(sources / "kernel.cu", [sources / "include"])
+        return digest_sources(sources / "kernel.cu", [sources / "include"]).whole
 
     before = digest()
     (sources / "unrelated.cuh").write_text("int unrelated;\n")
@@ -188,6 +189,26 @@ def test_a_digest_sees_a_header_that_appears_before_another(sources: Path) -> No
     nearer = sources / "nearer"
     nearer.mkdir()
     folders = [nearer, sources / "include"]
-    before = digest_sources(sources / "kernel.cu", folders)
+    before = digest_sources(sources / "kernel.cu", folders).whole
     (nearer / "shared.h").write_text("int other;\n")
-    assert digest_sources(sources / "kernel.cu", folders) != before
+    assert digest_sources(sources / "kernel.cu", folders).whole != before
+
+
+def test_each_source_has_its_digest_and_is_read_once(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    read_bytes = Path.read_bytes
+
+    def note(path: Path) -> bytes:
+        read.append(path)
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", note)
+    digests = digest_sources(sources / "kernel.cu", [sources / "include"])
+    names = ("kernel.cu", "a.cuh", "include/shared.h", "sub/b.cuh")
+    assert read == [sources / name for name in names]
+    assert digests.files == {
+        str(sources / name): hashlib.sha256((sources / name).read_bytes()).hexdigest()
+        for name in names
+    }

@@ -1,4 +1,4 @@
-"""A runner that raises: the requests of that step end, everything else goes on."""
+"""A runner that raises: the guilty request ends, everything else goes on as if nothing had been."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from cupaged.config import EngineConfig
 from cupaged.engine.batch import StepPlan
+from cupaged.engine.core import EngineCore
 from cupaged.engine.runner import StepOutput
 from cupaged.errors import EngineError
 from tests.unit.small_core import (
@@ -20,13 +21,19 @@ from tests.unit.small_core import (
 
 
 class Faulty(RecordingRunner):
-    """Raises in the step that holds a request, when it is submitted or collected."""
+    """Raises in the steps that hold the request `bad`, when they are submitted or collected."""
 
     def __init__(
-        self, config: EngineConfig, *, at_submit: bool, error: BaseException | None = None
+        self,
+        config: EngineConfig,
+        *,
+        at_submit: bool,
+        error: BaseException | None = None,
+        times: int = 1000,
     ) -> None:
         super().__init__(config)
         self._at_submit = at_submit
+        self._times = times
         self._error = error or RuntimeError("a planted failure")
         self._bad: int | None = None
 
@@ -34,7 +41,8 @@ class Faulty(RecordingRunner):
         """Fail now or note the step that will fail."""
         handle = super().submit(plan)
         bad = any(e.sequence.request.core.request_id == "bad" for e in plan.scheduled)
-        if bad and self._bad is None:
+        if bad and self._times:
+            self._times -= 1
             self._bad = handle
             if self._at_submit:
                 super().collect(handle)
@@ -50,28 +58,76 @@ class Faulty(RecordingRunner):
 
 
 @pytest.mark.parametrize("at_submit", [True, False])
-def test_a_step_that_fails_ends_its_requests_and_no_other(at_submit: bool) -> None:
+def test_only_the_guilty_request_of_a_step_ends(at_submit: bool) -> None:
+    """SV-07."""
     expected = small_core()
     expected.add_request(request("good", 6, seed=5, max_tokens=6))
-    whole = tokens_of(drain(expected), "good")
+    expected.add_request(request("wide", 6, seed=6, n=3, max_tokens=5))
+    outputs = drain(expected)
+    good, wide = tokens_of(outputs, "good"), [tokens_of(outputs, "wide", i) for i in range(3)]
 
-    core = small_core(partial(Faulty, at_submit=at_submit), max_num_batched_tokens=4)
+    core = small_core(partial(Faulty, at_submit=at_submit), max_num_batched_tokens=16)
     core.add_request(request("good", 6, seed=5, max_tokens=6))
-    core.step()
-    core.step()  # 4 and 2 tokens: `good` has its first token
-    good = core.step()
-    core.add_request(request("bad", 2, n=3, max_tokens=5))
+    core.add_request(request("wide", 6, seed=6, n=3, max_tokens=5))
+    outputs = core.step() + core.step()
+    core.add_request(request("bad", 2, n=2, max_tokens=5))
     core.add_request(request("later", 2, seed=5, max_tokens=2))
-    with pytest.raises(EngineError, match="step 3 failed: a planted failure"):
-        core.step()
+    failures = 0
+    while core.has_unfinished_requests:
+        try:
+            outputs += core.step()
+        except EngineError as error:
+            assert "failed: a planted failure" in str(error)
+            assert not core.holds("bad")
+            failures += 1
+        core.audit()
+    assert failures == 1
+    assert tokens_of(outputs, "good") == good
+    assert [tokens_of(outputs, "wide", i) for i in range(3)] == wide
+    assert len(tokens_of(outputs, "later")) == 2
+    assert core.stats().finished_total == {"error": 1, "length": 5}
+
+
+@pytest.mark.parametrize("at_submit", [True, False])
+@pytest.mark.parametrize("num_in_flight", [1, 3])
+def test_a_passing_failure_of_a_full_step_costs_nobody_anything(
+    at_submit: bool, num_in_flight: int
+) -> None:
+    names = ["good", "bad", "long"]
+
+    def add_to(core: EngineCore) -> None:
+        for seed, name in enumerate(names):
+            core.add_request(request(name, 9 if name == "long" else 4, seed=seed, max_tokens=6))
+
+    expected = small_core()
+    add_to(expected)
+    whole = drain(expected)
+
+    core = small_core(
+        partial(Faulty, at_submit=at_submit, times=1),
+        max_num_batched_tokens=8,
+        max_steps_in_flight=num_in_flight,
+    )
+    add_to(core)
+    outputs = drain(core)
+    for name in names:
+        assert tokens_of(outputs, name) == tokens_of(whole, name)
     core.audit()
-    assert not core.holds("bad")
-    assert not core.holds("good")  # it was in that step
-    assert core.holds("later")
     assert core.stats().num_used_blocks == 0
-    assert tokens_of(good, "good") == whole[1:2]
-    assert len(tokens_of(drain(core), "later")) == 2
-    assert core.stats().finished_total == {"error": 2, "length": 1}
+
+
+def test_an_abort_takes_a_suspect_out() -> None:
+    core = small_core(partial(Faulty, at_submit=False), max_num_batched_tokens=16)
+    for name in ("good", "bad", "gone"):
+        core.add_request(request(name, 4, max_tokens=3))
+    assert core.step() == []
+    assert core.scheduler.has_suspects
+    assert core.abort("gone")
+    assert core.abort("bad")
+    outputs = drain(core)
+    assert len(tokens_of(outputs, "good")) == 3
+    core.audit()
+    assert core.stats().finished_total == {"abort": 2, "length": 1}
 
 
 @pytest.mark.parametrize("at_submit", [True, False])
@@ -99,7 +155,7 @@ def test_a_failure_leaves_steps_in_flight_alone(at_submit: bool) -> None:
 
 def test_a_failure_of_an_aborted_request_spares_the_next_one_of_that_name() -> None:
     core = small_core(
-        partial(Faulty, at_submit=False), max_num_batched_tokens=4, max_steps_in_flight=2
+        partial(Faulty, at_submit=False, times=1), max_num_batched_tokens=4, max_steps_in_flight=2
     )
     core.add_request(request("first", 4, max_tokens=3))
     core.add_request(request("bad", 4, max_tokens=3))

@@ -262,7 +262,7 @@ def test_the_cost_of_an_id_is_constant() -> None:
             assert sum(map(len, pieces)) <= 4 * len(half)
         tokenizer.calls = []
         detokenizer.finish()
-        assert len(tokenizer.calls) == 1
+        assert len(tokenizer.calls) <= 1
 
 
 def test_a_long_prompt_costs_no_more_than_a_short_one() -> None:

@@ -10,6 +10,8 @@ import pytest
 from cupaged.devices import usable_bytes
 from cupaged.engine_args import EngineArgs
 from cupaged.errors import CapacityError
+from cupaged.ops import KVCacheSpec, StepLimits
+from cupaged.ops.step_memory import StepMemory
 from tests.tiny_models import TINIER, hf_weights, write_hf_folder
 from tests.unit.fake_cupy import FakeGpu, install
 
@@ -50,22 +52,36 @@ def folder(tmp_path: Path) -> Path:
 WEIGHTS = 2 * sum(array.size for array in hf_weights(TINIER).values())
 # A step of 64 tokens and 8 rows of logits; the buffers are 3 hidden, qkv, attended, gate and up,
 # activated wide. The table of RoPE has a row a position, head_dim wide, in float32 as the logits.
-WORKSPACE = 2 * (64 * (3 * 128 + 320 + 192 + 640 + 320) + 8 * 128) + 4 * (8 * 509 + 1024 * 64)
+STEPS = 2 * (64 * (3 * 128 + 320 + 192 + 640 + 320) + 8 * 128) + 4 * (2 * 8 * 509 + 1024 * 64)
 BLOCK = 2 * 2 * 16 * 64 * 2  # layers, keys and values, tokens, one head, bytes
+PRODUCTS = [(509, 128), (320, 128), (128, 192), (640, 128), (128, 320)]
+
+
+def operations() -> int:
+    """What operations take on the fake A100 of 108 multiprocessors."""
+    limits = StepLimits(
+        max_tokens=64, max_seqs=8, max_logits=8, max_context=1024, max_blocks_per_seq=64,
+        vocab_size=509, max_logprobs=20, max_steps_in_flight=1, num_q_heads=3,
+        kv_specs=(KVCacheSpec(0, 1, 64, 64, "bfloat16", 16),),
+    )  # fmt: skip
+    return StepMemory(limits, 108).total_bytes(PRODUCTS, "bfloat16")
+
+
 LIMITS: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
 
 
 @pytest.mark.parametrize("device", ["cuda", "auto"])
 def test_the_pool_is_what_is_left_of_the_share(device: str, gpu: FakeGpu, folder: Path) -> None:
-    """32 % of 100 MiB, less the 30 of others, less weights and workspace, in whole blocks."""
+    """47 % of 100 MiB, less the 30 of others, less weights and workspace, in whole blocks."""
     config = (
         EngineArgs(
-            model=folder, device=device, dtype="bfloat16", gpu_memory_utilization=0.32, **LIMITS
+            model=folder, device=device, dtype="bfloat16", gpu_memory_utilization=0.47, **LIMITS
         )
         .build()
         .core.config
     )
-    assert config.num_blocks == (2 * MIB - WEIGHTS - WORKSPACE) // BLOCK
+    expected = (17 * MIB - WEIGHTS - STEPS - operations()) // BLOCK
+    assert config.num_blocks == expected < 512
 
 
 def test_no_more_than_all_requests_need(gpu: FakeGpu, folder: Path) -> None:
@@ -74,7 +90,7 @@ def test_no_more_than_all_requests_need(gpu: FakeGpu, folder: Path) -> None:
 
 
 def test_a_share_that_is_too_small(gpu: FakeGpu, folder: Path) -> None:
-    for share, name in ((0.3, "model weights in bytes"), (0.3085, "workspace in bytes")):
+    for share, name in ((0.3, "model weights in bytes"), (0.32, "workspace in bytes")):
         with pytest.raises(CapacityError) as caught:
             EngineArgs(model=folder, device="cuda", gpu_memory_utilization=share, **LIMITS).build()
         assert caught.value.name == name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 
@@ -16,8 +17,11 @@ from cupaged.estimate import (
     blocks_on_gpu,
     dtype_on,
     estimate,
+    gpu_buffers,
+    no_buffers,
     workspace_bytes,
 )
+from cupaged.ops import KVCacheSpec, StepLimits
 
 GIB = 2**30
 
@@ -30,6 +34,9 @@ LLAMA_3_8B = Shape(
     rotary_elements_per_position=128,
     hidden_size=4096,
     vocab_size=128256,
+    num_q_heads=32,
+    products=((128256, 4096), (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+    kv_specs=(KVCacheSpec(0, 8, 128, 128, "float32", 1),),
 )
 SMOLLM2_LAYER = 2 * 576 * 576 + 2 * 192 * 576 + 3 * 1536 * 576 + 2 * 576
 SMOLLM2_135M = Shape(
@@ -39,6 +46,9 @@ SMOLLM2_135M = Shape(
     rotary_elements_per_position=64,
     hidden_size=576,
     vocab_size=49152,
+    num_q_heads=9,
+    products=((49152, 576), (960, 576), (576, 576), (3072, 576), (576, 1536)),
+    kv_specs=(KVCacheSpec(0, 3, 64, 64, "float32", 1),),
 )
 
 
@@ -65,14 +75,16 @@ def test_shapes_from_the_tables_of_the_family() -> None:
 def test_published_sizes() -> None:
     limits = Limits(max_model_len=8192)
     llama = estimate(
-        LLAMA_3_8B, dtype="bfloat16", limits=limits, memory_bytes=0, blocks_in=blocks_on_gpu
-    )
+        LLAMA_3_8B, dtype="bfloat16", limits=limits, memory_bytes=0, blocks_in=blocks_on_gpu,
+        buffer_bytes=gpu_buffers("bfloat16"),
+    )  # fmt: skip
     assert llama.num_parameters == 8_030_261_248
     assert llama.weight_bytes == 16_060_522_496
     assert llama.kv_bytes_per_token == 131_072
     smollm2 = estimate(
-        SMOLLM2_135M, dtype="float32", limits=limits, memory_bytes=0, blocks_in=blocks_on_cpu
-    )
+        SMOLLM2_135M, dtype="float32", limits=limits, memory_bytes=0, blocks_in=blocks_on_cpu,
+        buffer_bytes=no_buffers,
+    )  # fmt: skip
     assert smollm2.num_parameters == 134_515_008
     assert smollm2.kv_bytes_per_token == 46_080
 
@@ -80,15 +92,28 @@ def test_published_sizes() -> None:
 def test_workspace_by_hand() -> None:
     shape = Shape(
         num_parameters=1, kv_elements_per_token=1, workspace_elements_per_token=10,
-        rotary_elements_per_position=2, hidden_size=3, vocab_size=100,
+        rotary_elements_per_position=2, hidden_size=3, vocab_size=100, num_q_heads=1,
+        products=((100, 3),), kv_specs=(KVCacheSpec(0, 1, 2, 2, "float32", 1),),
     )  # fmt: skip
     limits = Limits(max_model_len=8, max_num_seqs=4, max_num_batched_tokens=6)
-    # 6 tokens of 10 elements; 4 rows of 3 hidden states; 4 rows of 100 logits and 8 positions of 2
-    # numbers, all of 4 bytes.
-    assert workspace_bytes(shape, limits, 2) == (60 + 12) * 2 + 1600 + 64
-    assert workspace_bytes(shape, limits, 4) == (60 + 12) * 4 + 1600 + 64
-    more = replace(limits, max_num_seqs=50)  # a step of 6 tokens draws 6 at most
-    assert workspace_bytes(shape, more, 4) == (60 + 18) * 4 + 2400 + 64
+    # 6 tokens of 10 elements; 4 rows of 3 hidden states; 4 rows of 100 logits and a copy of them,
+    # and 8 positions of 2 numbers, all of 4 bytes.
+    assert workspace_bytes(shape, limits, 2, no_buffers) == (60 + 12) * 2 + 3200 + 64
+    assert workspace_bytes(shape, limits, 4, no_buffers) == (60 + 12) * 4 + 3200 + 64
+    # A step of 6 tokens has 6 rows of logits at most; all of 50 samples may be told about.
+    more = replace(limits, max_num_seqs=50)
+    assert workspace_bytes(shape, more, 4, no_buffers) == (60 + 18) * 4 + (6 + 50) * 400 + 64
+    asked = []
+
+    def buffers(limits: StepLimits, products: Sequence[tuple[int, int]]) -> int:
+        asked.append((limits, products))
+        return 5
+
+    assert workspace_bytes(shape, limits, 4, buffers) == (60 + 12) * 4 + 3200 + 64 + 5
+    ((largest, products),) = asked
+    assert (largest.max_tokens, largest.max_seqs, largest.max_logits) == (6, 4, 4)
+    assert (largest.max_context, largest.max_blocks_per_seq, largest.max_logprobs) == (8, 1, 20)
+    assert (largest.num_q_heads, largest.vocab_size, products) == (1, 100, ((100, 3),))
 
 
 def test_llama_3_8b_on_an_l4_by_hand() -> None:
@@ -98,20 +123,25 @@ def test_llama_3_8b_on_an_l4_by_hand() -> None:
         limits=Limits(max_model_len=8192),
         memory_bytes=20 * GIB,
         blocks_in=blocks_on_gpu,
+        buffer_bytes=gpu_buffers("bfloat16"),
     )
-    # activations 512 * 65,536 * 2, hidden states 64 * 4,096 * 2, logits 64 * 128,256 * 4 bytes, and
-    # a RoPE table of 8,192 * 128 * 4 bytes
-    assert found.workspace_bytes == 67_108_864 + 524_288 + 32_833_536 + 4_194_304 == 104_660_992
-    left = 20 * GIB - 16_060_522_496 - 104_660_992  # 5,309,652,992 bytes
-    assert found.num_blocks == left // 2_097_152 == 2531
-    assert found.pool_tokens == 40_496 and found.pool_bytes == 2531 * 2_097_152
+    # activations 512 * 65,536 * 2, hidden states 64 * 4,096 * 2, logits and a copy of them
+    # 64 * 128,256 * 4 bytes each, and a RoPE table of 8,192 * 128 * 4 bytes
+    steps = 67_108_864 + 524_288 + 2 * 32_833_536 + 4_194_304
+    # the workspace of attention, which is capped; of products 8 chunks of 64 tiles of 64 x 64, and
+    # 128 tickets; edits of 64 * 8,192 tokens, twice 12 bytes each, and half as much again
+    own = (32 << 20) + 4 * (8 * 64 * 64 * 64 + 128) + 3 * 64 * 8192 * 12
+    assert steps + own < found.workspace_bytes < steps + own + (1 << 20)
+    left = 20 * GIB - 16_060_522_496 - found.workspace_bytes
+    assert found.num_blocks == left // 2_097_152 == 2486
+    assert found.pool_tokens == 39_776 and found.pool_bytes == 2486 * 2_097_152
     assert (found.num_requests, found.longest_tokens) == (4, 8192)  # 512 blocks a request
 
 
 def test_requests_take_whole_blocks() -> None:
     shape = replace(SMOLLM2_135M, num_parameters=0, kv_elements_per_token=1, vocab_size=1)
     limits = Limits(max_model_len=17, max_num_seqs=1, max_num_batched_tokens=1)
-    workspace = workspace_bytes(shape, limits, 4)
+    workspace = workspace_bytes(shape, limits, 4, no_buffers)
     for blocks, requests, longest in ((0, 0, 0), (1, 0, 16), (2, 1, 17), (3, 1, 17), (4, 2, 17)):
         found = estimate(
             shape,
@@ -119,6 +149,7 @@ def test_requests_take_whole_blocks() -> None:
             limits=limits,
             memory_bytes=workspace + blocks * 64,
             blocks_in=blocks_on_gpu,
+            buffer_bytes=no_buffers,
         )
         assert found.num_blocks == blocks
         assert (found.num_requests, found.longest_tokens) == (requests, longest)

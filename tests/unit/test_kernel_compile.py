@@ -37,7 +37,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DTYPES = ("f32", "f16", "bf16")
 KERNELS = {
     "activation.cu": ["silu_mul", "gelu_mul", "gelu", "relu"],
-    "embedding.cu": ["embedding"],
     "embedding_packed.cu": ["embedding_packed"],
     "gather_rows.cu": ["gather_rows"],
     "gemm_f32.cu": ["gemm_f32_rows", "gemm_f32_tiles"],

@@ -189,7 +189,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("file", "defines"),
     [
         ("activation.cu", {}),
-        ("embedding.cu", {}),
         ("gather_rows.cu", {}),
         ("kv_cache.cu", {}),
         ("norm.cu", {}),

@@ -26,7 +26,6 @@ from cupaged.runtime.errors import KernelNotFoundError
 from cupaged.runtime.host_runtime import HostRuntime
 from cupaged.runtime.launch_arguments import MAX_ARGUMENTS, ArgumentBlock
 from cupaged.runtime.protocol import DeviceError, DeviceMemoryError, DeviceUnavailableError
-from cupaged.runtime.staging import StagingBuffer
 
 
 @pytest.fixture
@@ -326,8 +325,6 @@ def test_rows_and_blocks_that_are_no_arrays(runtime: HostRuntime) -> None:
             ops.scatter_blocks(x, x, blocks)  # type: ignore[arg-type]
         with pytest.raises(OperandError, match="gather_blocks: blocks must be an array of one"):
             ops.gather_blocks(x, x, blocks)  # type: ignore[arg-type]
-        with pytest.raises(OperandError, match="copy_blocks: copies must be an array of 2"):
-            ops.copy_blocks([], blocks)  # type: ignore[arg-type]
     with pytest.raises(OperandError, match="scatter_blocks: blocks must be an array on the host"):
         ops.scatter_blocks(x, x, runtime.zeros((2,), np.int32))
 
@@ -371,64 +368,3 @@ def test_events_give_the_time_of_the_clock() -> None:
 def test_memory_info_is_of_this_machine(runtime: HostRuntime) -> None:
     info = runtime.memory_info()
     assert 0 < info.free_bytes <= info.total_bytes
-
-
-# ---- staging -------------------------------------------------------------------------------------
-
-
-class CountedRuntime(HostRuntime):
-    """Counts copies and allocations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.copies = 0
-        self.arrays = 0
-
-    def copy_to_device_async(self, target: Any, pinned: Any, stream: Any = None) -> None:
-        self.copies += 1
-        super().copy_to_device_async(target, pinned, stream)
-
-    def empty(self, shape: Any, dtype: Any) -> Any:
-        self.arrays += 1
-        return super().empty(shape, dtype)
-
-
-def test_one_copy_for_many_arrays() -> None:
-    runtime = CountedRuntime()
-    staging = StagingBuffer(runtime, 4096)
-    arrays: list[Any] = [
-        np.arange(3, dtype=np.int32),
-        np.arange(10, dtype=np.int64).reshape(2, 5),
-        np.zeros((0, 4), np.int32),
-        np.arange(12, dtype=np.int32).reshape(3, 4)[:, ::2],
-        np.array([7], np.int8),
-    ]
-    on_device = staging.upload(arrays)
-    assert runtime.copies == 1
-    for array, copy in zip(arrays, on_device, strict=True):
-        assert runtime.address(copy) % 16 == 0
-        np.testing.assert_array_equal(runtime.to_host(copy), array)
-        assert copy.dtype == array.dtype
-
-
-def test_two_uploads_stand_side_by_side() -> None:
-    runtime = HostRuntime()
-    staging = StagingBuffer(runtime, 64)
-    kept: list[Any] = []
-    for number in range(5):
-        (copy,) = staging.upload([np.full(16, number, np.int32)])
-        kept.append(copy)
-        for age, old in enumerate(reversed(kept[-2:])):
-            np.testing.assert_array_equal(runtime.to_host(old), np.full(16, number - age))
-
-
-def test_a_larger_step_makes_the_buffer_grow_once() -> None:
-    runtime = CountedRuntime()
-    staging = StagingBuffer(runtime, 64)
-    assert runtime.arrays == 2
-    for _ in range(4):
-        large = np.arange(100, dtype=np.int64)
-        (copy,) = staging.upload([large])
-        np.testing.assert_array_equal(runtime.to_host(copy), large)
-    assert runtime.arrays == 4
-    assert [a.size for a in staging.upload([np.zeros(0, np.int32)])] == [0]

@@ -44,10 +44,14 @@ void on_fault(int signal, siginfo_t* info, void*) {
     return;
   }
   const bool overflow = signal == SIGSEGV && machine.stacks.is_guard(info->si_addr);
-  Finding& finding = begin_finding(overflow ? Kind::stack_overflow : Kind::crash, {nullptr, 0});
+  const bool division = signal == SIGFPE && info->si_code == FPE_INTDIV;
+  const Kind kind = overflow ? Kind::stack_overflow : division ? Kind::undefined : Kind::crash;
+  Finding& finding = begin_finding(kind, {nullptr, 0});
   finding.signal = signal;
   if (overflow) {
     say("the thread's stack of %zu KiB is full", kStackBytes >> 10);
+  } else if (division) {  // checked code finds zeros before
+    say("an integer division by zero, or of the smallest number by -1");
   } else {
     say("%s at address %p", strsignal(signal), info->si_addr);
   }

@@ -104,6 +104,15 @@ extern "C" __global__ void async_source_misaligned(float* out, const float* in, 
     if (threadIdx.x < 4) out[threadIdx.x] = tile[threadIdx.x][0];
 }
 
+// Nothing is read, but the address of an instruction of 16 bytes must be a multiple of 16.
+extern "C" __global__ void async_zeros_misaligned(float* out, const float* in) {
+    __shared__ __align__(16) float tile[128];
+    copy_async_or_zero<16>(&tile[4 * threadIdx.x], in + 1, 0);  // BUG(async_zeros_misaligned)
+    copy_async_wait_all();
+    __syncthreads();
+    out[threadIdx.x] = tile[threadIdx.x];
+}
+
 // A plain store into a cell whose copy is still in flight.
 extern "C" __global__ void store_under_copy(float* out, const float* in) {
     __shared__ __align__(16) float tile[128];
