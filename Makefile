@@ -6,7 +6,11 @@ BIN := $(VENV)/bin
 PARALLEL := -n auto --dist loadfile
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test test-slow test-long check bench clean
+# The .proto files, and the descriptor set that a change must not break.
+PROTOS := cupaged/server/proto
+DESCRIPTORS := $(PROTOS)/cupaged_v1.binpb
+
+.PHONY: demo test test-slow test-long check protos bench clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python -m cupaged.examples.demo
@@ -24,13 +28,22 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/buf lint $(PROTOS)
+	$(BIN)/buf format --diff --exit-code $(PROTOS)
+	$(BIN)/buf breaking $(PROTOS) --against $(DESCRIPTORS)
 	$(BIN)/python -m pytest tests/unit/test_architecture.py
+
+# Refuses a change that breaks clients; to make one before a release, remove the descriptor set.
+protos: $(VENV)/.dev .protos/.made
+	$(BIN)/buf lint $(PROTOS)
+	@test ! -e $(DESCRIPTORS) || $(BIN)/buf breaking $(PROTOS) --against $(DESCRIPTORS)
+	.protos/bin/python tests/server/make_protos.py
 
 bench: $(VENV)/.dev
 	$(BIN)/python bench/engine.py
 
 clean:
-	rm -rf $(VENV) .nvdisasm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .nvdisasm .protos build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.python:
 	@echo "making $(VENV)"
@@ -55,4 +68,12 @@ $(VENV)/.dev: $(VENV)/.demo .nvdisasm/.made
 	@echo "making .nvdisasm, for the machine code of kernels"
 	@$(PYTHON) -m venv .nvdisasm
 	@.nvdisasm/bin/python -m pip --disable-pip-version-check --quiet install nvidia-cuda-nvdisasm
+	@touch $@
+
+# The generators of stubs want another protobuf than the tests.
+.protos/.made: tests/server/make_protos.py
+	@echo "making .protos, for the generators of the stubs"
+	@$(PYTHON) -m venv .protos
+	@.protos/bin/python -m pip --disable-pip-version-check --quiet install \
+		$$(.protos/bin/python tests/server/make_protos.py --requirements)
 	@touch $@

@@ -6,9 +6,13 @@ Owns the checks of type that every JSON file needs. `name` is the file and the k
 
 from __future__ import annotations
 
+import re
+
 from cupaged.errors import ConfigError
 
-__all__ = ["flag", "integer", "number", "numbers"]
+__all__ = ["flag", "integer", "number", "numbers", "size_in_bytes"]
+
+_UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def number(name: str, value: object) -> float:
@@ -40,3 +44,11 @@ def flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(name, value, "true or false")
     return value
+
+
+def size_in_bytes(text: str) -> int:
+    """`1000`, `512MiB`, `2GiB`, `1.5GB`. Raises ValueError for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B)?\s*", text, re.IGNORECASE | re.ASCII)
+    if match is None:
+        raise ValueError(text)
+    return int(float(match[1]) * _UNITS[(match[2] or "").upper()])

@@ -10,6 +10,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from cupaged.cli.console import Console, Stop
+from cupaged.cli.conversation import Message
 
 if TYPE_CHECKING:
     from cupaged.llm import LLM
@@ -35,6 +36,14 @@ class Answers:
         """Most tokens of prompt and answer together: the context, or the pool if that is less."""
         config = self._llm.engine.core.config
         return min(config.max_model_len, config.num_blocks * config.block_size)
+
+    def render(self, messages: list[Message]) -> dict[str, Any]:
+        """The prompt that the chat template makes, with its `prompt_token_ids`.
+
+        Raises:
+            CupagedError: there is no template, or it fails.
+        """
+        return self._llm.render_chat(messages)
 
     def give(self, prompt: Any, params: SamplingParams) -> str:
         """Print an answer as it comes, with figures behind it; returns its text.

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cupaged.cli.answers import Answers
 from cupaged.cli.console import Console
@@ -23,7 +23,6 @@ from cupaged.cli.parser import nearest, utf8_text
 from cupaged.errors import ChatTemplateError, CupagedError
 
 if TYPE_CHECKING:
-    from cupaged.llm import LLM
     from cupaged.sampling_params import SamplingParams
 
 _ANSWER_SHARE = 4  # a quarter of the context is kept free for the answer
@@ -61,18 +60,33 @@ def run(args: argparse.Namespace) -> int:
     sampling_params(args)  # a wrong one is refused before the model is read
     console = Console(args.quick, [f"/{name}" for name in COMMANDS])
     llm = LLM(**engine_options(args))
-    _check_template(llm, args.system)
+    answers = Answers(llm, console)
+    _check_template(answers, args.system)
     console.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends")
     params = sampling_params(args, llm.engine.generation_defaults)
-    return Chat(llm, params, args.system, console).run()
+    return Chat(answers, params, args.system, console).run()
 
 
-def _check_template(llm: LLM, system: str | None) -> None:
+class Answering(Protocol):
+    """Who answers: a model in this process, or a server."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer together."""
+
+    def render(self, messages: list[Message]) -> dict[str, Any]:
+        """The prompt that the chat template makes, with its `prompt_token_ids`."""
+
+    def give(self, prompt: Any, params: SamplingParams) -> str:
+        """Print an answer to such a prompt as it comes; returns its text."""
+
+
+def _check_template(answers: Answering, system: str | None) -> None:
     """Say before the first message that there can be no answer to any."""
     trial = Conversation(system)
     trial.ask("hello")
     try:
-        llm.render_chat(trial.messages)
+        answers.render(trial.messages)
     except ChatTemplateError as error:
         hint = "--chat-template gives another one, and `cupaged complete` needs none"
         raise ChatTemplateError(f"{error} ({hint})") from None
@@ -82,18 +96,18 @@ class Chat:
     """Messages and commands in, answers out.
 
     Args:
+        answers: who answers.
         system: the system message, None for none.
     """
 
     def __init__(
-        self, llm: LLM, params: SamplingParams, system: str | None, console: Console
+        self, answers: Answering, params: SamplingParams, system: str | None, console: Console
     ) -> None:
         self.conversation = Conversation(system)
         self.console = console
         self.ended = False
-        self._llm = llm
         self._params = params
-        self._answers = Answers(llm, console)
+        self._answers = answers
 
     def run(self) -> int:
         """Until the input ends or somebody leaves. The exit code."""
@@ -112,7 +126,7 @@ class Chat:
         reserved = min(self._params.max_tokens or limit, limit // _ANSWER_SHARE)
         try:
             dropped = self.conversation.make_room(self._num_tokens, limit - reserved)
-            prompt = self._llm.render_chat(self.conversation.messages)
+            prompt = self._answers.render(self.conversation.messages)
             if dropped and len(prompt["prompt_token_ids"]) < limit:
                 self.console.warn(f"the context is full: the oldest {_turns(dropped)} dropped")
             self.conversation.answer(self._answers.give(prompt, self._params))
@@ -147,7 +161,7 @@ class Chat:
             self.say()
 
     def _num_tokens(self, messages: list[Message]) -> int:
-        return len(self._llm.render_chat(messages)["prompt_token_ids"])
+        return len(self._answers.render(messages)["prompt_token_ids"])
 
 
 class _Command:

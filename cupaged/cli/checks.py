@@ -27,6 +27,16 @@ _SHOWN_VARIABLES = (
     "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES", "CUDA_PATH", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE",
 )  # fmt: skip
+# Distributions whose modules have other names.
+_MODULES = {
+    "grpcio": "grpc",
+    "grpcio-health-checking": "grpc_health",
+    "grpcio-reflection": "grpc_reflection",
+    "grpcio-status": "grpc_status",
+    "protobuf": "google.protobuf",
+}
+# `name>=1.2`, and an upper bound on either side.
+_REQUIREMENT = re.compile(r"([\w.-]+?)(?:<[\d.]+,)?>=([\d.]+)(?:,<[\d.]+)?")
 _SECRET_VARIABLES = ("HF_TOKEN", "HF_ENDPOINT", "HTTPS_PROXY", "https_proxy")  # may hold a password
 
 
@@ -117,13 +127,13 @@ def _requirements() -> list[tuple[str, str]]:
         listed = tomllib.loads(checkout.read_text(encoding="utf-8"))["project"]["dependencies"]
     else:
         listed = importlib.metadata.requires("cupaged") or []
-    matches = [re.fullmatch(r"([\w.-]+)>=([\d.]+)", line.replace(" ", "")) for line in listed]
+    matches = [_REQUIREMENT.fullmatch(line.replace(" ", "")) for line in listed]
     return [(match[1], match[2]) for match in matches if match]
 
 
 def _package(name: str, lowest: str) -> Finding:
     try:
-        importlib.import_module(name.replace("-", "_"))
+        importlib.import_module(_MODULES.get(name, name.replace("-", "_")))
         version = importlib.metadata.version(name)
     except Exception as error:  # a broken package raises whatever it likes
         reason = f"cannot be imported: {type(error).__name__}: {error}".splitlines()[0]

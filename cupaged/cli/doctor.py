@@ -21,7 +21,7 @@ from cupaged.cli.checks import (
     check_python,
 )
 
-_NAME_COLUMNS = 17
+_NAME_COLUMNS = 24
 _VERDICT_COLUMNS = 9
 _MAX_COLUMNS = 100
 _COLOURS = {"ok": "32", "note": "33", "problem": "31"}

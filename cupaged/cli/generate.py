@@ -65,9 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
     params = sampling_params(args)  # a wrong one is refused before the model is read
     if not args.json:
-        for name, neutral in _ONLY_IN_JSON.items():
-            if getattr(params, name) != neutral:
-                raise ConfigError(name, getattr(params, name), "given together with --json")
+        refuse_what_only_json_shows(params)
     options = engine_options(args)
     prompts = [read() for read in args.prompts or [_standard_input]]
     llm = LLM(**options)
@@ -79,6 +77,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_headed(llm, prompts, params)
     return 0
+
+
+def refuse_what_only_json_shows(params: SamplingParams) -> None:
+    """ConfigError for a parameter whose effect text cannot show."""
+    for name, neutral in _ONLY_IN_JSON.items():
+        if getattr(params, name) != neutral:
+            raise ConfigError(name, getattr(params, name), "given together with --json")
 
 
 def _print_stream(llm: LLM, prompts: list[str], params: SamplingParams) -> None:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 
 from cupaged._version import __version__
 from cupaged.cli import (
+    bench,
     chat,
+    client,
     complete,
     completion,
     doctor,
@@ -20,7 +22,9 @@ from cupaged.cli import (
     generate,
     kernel,
     models,
+    proto,
     pull,
+    serve,
 )
 from cupaged.cli import run_batch as batch
 from cupaged.cli.parser import (
@@ -56,7 +60,10 @@ def build_parser() -> Parser:
         dest="verb",
         prog="cupaged",
     )
-    modules = (generate, chat, complete, batch, pull, models, estimate, kernel, doctor, completion)
+    modules = (
+        generate, chat, complete, batch, serve, client, bench, proto, pull, models, estimate,
+        kernel, doctor, completion,
+    )  # fmt: skip
     for module in modules:
         module.add_parser(verbs)
     return parser

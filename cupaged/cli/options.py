@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cupaged import json_values
 from cupaged.cli.parser import utf8_text
 from cupaged.cli.streams import read_text
 from cupaged.errors import ConfigError
@@ -20,7 +21,6 @@ from cupaged.errors import ConfigError
 if TYPE_CHECKING:
     from cupaged.sampling_params import SamplingParams
 
-_UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 MODEL_HELP = (
     "a folder with config.json and safetensors, a .gguf file, or a name on the hub "
     "(default: SmolLM2-135M-Instruct)"
@@ -43,10 +43,11 @@ class Option(NamedTuple):
 
 def size_in_bytes(text: str) -> int:
     """`1000`, `512MiB`, `2GiB`, `1.5GB`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)?", text, re.IGNORECASE)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"must be bytes, or like 512MiB or 2GiB, got {text!r}")
-    return int(float(match[1]) * _UNITS[(match[2] or "").upper()])
+    try:
+        return json_values.size_in_bytes(text)
+    except ValueError:
+        allowed = "bytes, or like 512MiB or 2GiB"
+        raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r}") from None
 
 
 def token_ids(text: str) -> list[int]:
@@ -184,12 +185,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """How the model is loaded and how requests are served."""
-    _add(parser, ENGINE)
+    add_groups(parser, ENGINE)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, report: bool = False) -> None:
     """How tokens are drawn and when an answer ends; with `report`, what JSON tells about them."""
-    _add(parser, _ALL_SAMPLING if report else SAMPLING)
+    add_groups(parser, _ALL_SAMPLING if report else SAMPLING)
 
 
 def add_chat_template(parser: argparse.ArgumentParser) -> None:
@@ -214,7 +215,7 @@ def chosen_model(args: argparse.Namespace) -> str | None:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `LLM`: those that were given."""
-    options = {"model": chosen_model(args), **_given(args, ENGINE)}
+    options = {"model": chosen_model(args), **given_options(args, ENGINE)}
     if getattr(args, "chat_template", None) is not None:
         options["chat_template"] = read_text(args.chat_template)
     return options
@@ -231,19 +232,23 @@ def sampling_params(
 
 def given_sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `SamplingParams`: only those that were given."""
-    given = _given(args, _ALL_SAMPLING)
+    given = given_options(args, _ALL_SAMPLING)
     number = getattr(args, "num_samples", None)
     return given if number is None else {**given, "n": number}
 
 
-def _add(parser: argparse.ArgumentParser, groups: dict[str, tuple[Option, ...]]) -> None:
+def add_groups(parser: argparse.ArgumentParser, groups: Mapping[str, tuple[Option, ...]]) -> None:
+    """The options of a table, each group under its title."""
     for title, options in groups.items():
         group = parser.add_argument_group(title, _NOTES.get(title))
         for option in options:
             group.add_argument(*option.flags.split(), help=option.help, **option.settings)
 
 
-def _given(args: argparse.Namespace, groups: dict[str, tuple[Option, ...]]) -> dict[str, Any]:
+def given_options(
+    args: argparse.Namespace, groups: Mapping[str, tuple[Option, ...]]
+) -> dict[str, Any]:
+    """The values of a table's options by their fields: only those that were given."""
     return {
         option.field or option.dest: value
         for options in groups.values()

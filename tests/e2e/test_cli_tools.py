@@ -46,7 +46,8 @@ def test_doctor_has_a_verdict_for_each_thing(cupaged: Inline) -> None:
     assert done.code == 0 and report["ok"] is True and report["cupaged"] == __version__
     names = [finding["name"] for finding in report["findings"]]
     for name in (
-        "cupaged", "Python", "numpy", "tokenizers", "system", "processor", "cores", "memory",
+        "cupaged", "Python", "numpy", "tokenizers", "grpcio-status", "grpcio-health-checking",
+        "protobuf", "system", "processor", "cores", "memory",
         "BLAS", "environment", "devices", "CuPy", "CUDA headers", "C++ compiler", "default model",
         "hub cache", "free disk", "hub",
     ):  # fmt: skip
@@ -76,7 +77,7 @@ def test_doctor_fails_when_a_package_is_broken(
     )
     done = cupaged(*OFFLINE)
     assert done.code == 1 and done.out.endswith("2 problems: cupaged will not run like this\n")
-    assert "problem  no-such-package  cannot be imported: ModuleNotFoundError" in done.out
+    assert f"problem  {'no-such-package':24}cannot be imported: ModuleNotFoundError" in done.out
     assert "-> pip install 'numpy>=99.1'" in done.out
 
 
@@ -165,8 +166,8 @@ def test_estimate_needs_nothing_but_config_json(cupaged: Inline, llama: str) -> 
     [
         (("--gpu", "L4"), 0, "fits: 5 requests of 8192 tokens at the same time"),
         (("--gpu", "T4"), 1, "does not fit: weights and workspace leave no room for one block"),
-        (("--gpu-memory-gib", "17.2"), 1, "; one of 6288 does: use --max-model-len 6288"),
-        (("--gpu-memory-gib", "17.2", "--max-model-len", "6288"), 0, "fits: 1 request of 6288"),
+        (("--gpu-memory-gib", "17.2"), 1, "; one of 5568 does: use --max-model-len 5568"),
+        (("--gpu-memory-gib", "17.2", "--max-model-len", "5568"), 0, "fits: 1 request of 5568"),
         (("--gpu", "H200", "--dtype", "float32"), 0, "in float32 on H200 of 140.4 GiB"),
         (("--gpu", "T4", "--gpu-memory-gib", "48"), 0, "in float16 on T4 of 48.0 GiB"),
         (("--gpu", "list"), 0, "T4          15.0 GiB  no bfloat16"),
@@ -213,8 +214,10 @@ def test_estimate_of_a_broken_folder(cupaged: Inline, tmp_path: Path) -> None:
 
 
 def test_estimate_for_this_machine_agrees_with_the_engine(cupaged: Inline, cli_model: str) -> None:
+    from cupaged.devices import Device
     from cupaged.engine_args import EngineArgs
     from cupaged.loading.model_files import open_model
+    from cupaged.ops.numpy_ops import NumpyOps
 
     args = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "32")
     found = json.loads(cupaged("estimate", cli_model, *args, "--json").out)
@@ -227,7 +230,8 @@ def test_estimate_for_this_machine_agrees_with_the_engine(cupaged: Inline, cli_m
     )
     files = open_model(cli_model)
     assert found["weight_bytes"] == 4 * files.num_parameters
-    assert found["workspace_bytes"] == options._workspace_bytes(files, 256, 4)
+    device = Device("cpu", NumpyOps(), 0, True, "")
+    assert found["workspace_bytes"] == options._workspace_bytes(files, 256, device)
     config = options.build().core.config
     assert (found["num_blocks"], found["num_requests"]) == (config.num_blocks, 4)
     files.reader.close()

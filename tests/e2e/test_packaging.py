@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -40,8 +41,20 @@ def test_wheel_is_pure_and_whole(wheel: Path) -> None:
     assert wheel.name == f"cupaged-{__version__}-py3-none-any.whl"
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"cupaged/py.typed", "cupaged/models/llama.py", "cupaged/cuda/README.md"} <= names
+    assert {
+        "cupaged/v1/model_pb2.py", "cupaged/v1/model_pb2.pyi", "cupaged/v1/model_pb2_grpc.pyi",
+        "cupaged/server/proto/cupaged/v1/model.proto", "cupaged/server/proto/cupaged_v1.binpb",
+    } <= names  # fmt: skip
     assert all(name.startswith(("cupaged/", f"cupaged-{__version__}.dist-info/")) for name in names)
     assert not any(name.startswith("cupaged/cuda/") and name.endswith(".py") for name in names)
+
+
+def test_every_package_is_listed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    listed = set(project["tool"]["setuptools"]["packages"])
+    inits = (ROOT / "cupaged").rglob("__init__.py")
+    found = {".".join(path.relative_to(ROOT).parent.parts) for path in inits}
+    assert listed == found | {"cupaged.cuda", "cupaged.models"}
 
 
 def test_wheel_generates_from_another_folder(wheel: Path, tmp_path: Path) -> None:

@@ -1,0 +1,194 @@
+"""Requests of the protos as what the engine's parts take: parameters, prompts, times.
+
+Every field is checked, here or by whatever it is handed to, and errors carry names from which
+`field_paths` finds the field. Nothing here waits or sends.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+
+from cupaged.errors import InvalidParameterError, PromptError
+from cupaged.sampling_params import SamplingParams
+from cupaged.server.field_paths import PARAMETER_PATHS
+from cupaged.v1 import generation_pb2 as pb
+
+GenerationRequest = pb.GenerateRequest | pb.GenerateStreamRequest
+
+MAX_SALT_BYTES = 256
+MAX_ABORT_IDS = 1024
+MAX_INTERVAL_S = 60.0
+_MAX_TIMEOUT_S = 365 * 86400.0
+_GROUPS = ("sampling", "stopping", "output")
+_PARAMETERS = {path: name for name, path in PARAMETER_PATHS.items()}
+_REQUEST_ID = re.compile(r"[ -~]{1,256}")
+_NANOS = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class OutputForm:
+    """What the messages of an answer hold.
+
+    interval_tokens, interval_s: how long tokens wait to be sent together; 0 for no waiting.
+    """
+
+    token_ids: bool
+    echo: bool
+    interval_tokens: int = 0
+    interval_s: float = 0.0
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether tokens wait for more of them; an interval of one token does not."""
+        return self.interval_tokens > 1 or (self.interval_tokens == 0 and self.interval_s > 0)
+
+
+def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    """The parameters of a request.
+
+    Args:
+        defaults: fields of `SamplingParams` for what the request leaves out; where neither says how
+            long the output may be it is the rest of the context.
+
+    Raises:
+        InvalidParameterError: a value is out of range.
+        NotSupportedError: a value that is known and not built.
+    """
+    given: dict[str, Any] = {"max_tokens": None, **defaults}
+    for group in _GROUPS:
+        message: Message = getattr(request, group)
+        for field, value in message.ListFields():
+            name = _PARAMETERS.get(f"{group}.{field.name}")
+            if name is None:
+                continue
+            if field.message_type is not None:  # a map
+                value = dict(value)
+            elif field.is_repeated:
+                value = tuple(value)
+            given[name] = value
+    return SamplingParams(**given)
+
+
+def prompt_of(request: GenerationRequest) -> str | list[int] | pb.Chat:
+    """The prompt: a text, token ids, or a chat that is still to be rendered.
+
+    Raises:
+        PromptError: there is none.
+    """
+    kind = request.WhichOneof("input")
+    if kind == "text":
+        return request.text
+    if kind == "token_ids":
+        return list(request.token_ids.ids)
+    if kind == "chat":
+        return request.chat
+    raise PromptError("input", None, "text, token_ids or chat")
+
+
+def messages_of(chat: pb.Chat) -> list[dict[str, str]]:
+    """A chat as a template takes it.
+
+    Raises:
+        PromptError: there is no message, or one without a role.
+    """
+    if not chat.messages:
+        raise PromptError("messages", [], "at least one message")
+    for i, message in enumerate(chat.messages):
+        if not message.role:
+            raise PromptError(f"messages[{i}].role", "", "a role, such as 'user'")
+    return [{"role": m.role, "content": m.content} for m in chat.messages]
+
+
+def adds_generation_prompt(chat: pb.Chat) -> bool:
+    """Whether the rendered chat ends with the head of an answer."""
+    return chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+
+
+def output_form(request: GenerationRequest) -> OutputForm:
+    """What the answer has to hold.
+
+    Raises:
+        InvalidParameterError: an interval is out of range.
+    """
+    output = request.output
+    token_ids = output.token_ids if output.HasField("token_ids") else True
+    if not isinstance(request, pb.GenerateStreamRequest) or not request.HasField("stream"):
+        return OutputForm(token_ids, output.echo)
+    stream = request.stream
+    if stream.interval_tokens < 0:
+        raise InvalidParameterError("stream.interval_tokens", stream.interval_tokens, ">= 0")
+    interval_s = 0.0
+    if stream.HasField("interval"):
+        interval_s = seconds_of(stream.interval, "stream.interval")
+        if not 0 <= interval_s <= MAX_INTERVAL_S:
+            allowed = f"in [0, {MAX_INTERVAL_S:g}] seconds"
+            raise InvalidParameterError("stream.interval", interval_s, allowed)
+    return OutputForm(token_ids, output.echo, stream.interval_tokens, interval_s)
+
+
+def queue_timeout_s(request: GenerationRequest) -> float | None:
+    """Longest wait in seconds, None for no limit.
+
+    Raises:
+        InvalidParameterError: it is not positive.
+    """
+    if not request.HasField("queue_timeout"):
+        return None
+    seconds = seconds_of(request.queue_timeout, "queue_timeout")
+    if seconds <= 0:
+        raise InvalidParameterError("queue_timeout", seconds, "> 0 seconds")
+    return min(seconds, _MAX_TIMEOUT_S)
+
+
+def priority_of(request: GenerationRequest, *, has_priorities: bool) -> int:
+    """Raises InvalidParameterError where the engine's policy does not look at priorities."""
+    if not request.HasField("priority"):
+        return 0
+    if not has_priorities:
+        allowed = "absent: the server's scheduling policy is not 'priority'"
+        raise InvalidParameterError("priority", request.priority, allowed)
+    return request.priority
+
+
+def check_salt(request: GenerationRequest) -> None:
+    """Raises InvalidParameterError if the salt is too long.
+
+    There is nothing else to do with it: this engine shares no cached prefixes.
+    """
+    size = len(request.cache_salt.encode())
+    if size > MAX_SALT_BYTES:
+        raise InvalidParameterError(
+            "cache_salt", request.cache_salt, f"at most {MAX_SALT_BYTES} bytes"
+        )
+
+
+def check_request_id(request_id: str) -> str:
+    """The id itself.
+
+    Raises:
+        InvalidParameterError: it could not be sent as metadata, or is too long.
+    """
+    if not _REQUEST_ID.fullmatch(request_id) or request_id != request_id.strip():
+        raise InvalidParameterError(
+            "request_id", request_id, "1 to 256 printable ASCII characters, no space at either end"
+        )
+    return request_id
+
+
+def seconds_of(duration: Duration, name: str) -> float:
+    """A duration in seconds.
+
+    Raises:
+        InvalidParameterError: seconds and nanoseconds do not fit together.
+    """
+    seconds, nanos = duration.seconds, duration.nanos
+    if abs(nanos) >= _NANOS or seconds * nanos < 0:
+        allowed = "a duration with nanos in (-10^9, 10^9) and of the sign of its seconds"
+        raise InvalidParameterError(name, f"{seconds} s {nanos} ns", allowed)
+    return seconds + nanos / _NANOS

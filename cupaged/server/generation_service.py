@@ -1,0 +1,198 @@
+"""`cupaged.v1.GenerationService`: requests in, answers out, whole or streamed.
+
+One call is one request of the engine, and whatever ends the call ends the request: a status, a
+cancellation, a deadline, a lost connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from typing import TypeVar
+
+from cupaged.errors import EngineError, InvalidParameterError, PromptError
+from cupaged.server.conversions import (
+    MAX_ABORT_IDS,
+    GenerationRequest,
+    check_request_id,
+)
+from cupaged.server.engine_client import EngineClient
+from cupaged.server.event_stream import EventStream, check_numbers
+from cupaged.server.field_paths import paths_for
+from cupaged.server.observation import Observation, Observers
+from cupaged.server.output_stream import OutputStream
+from cupaged.server.plain_deltas import PlainDeltas
+from cupaged.server.responses import Responses
+from cupaged.server.rpc import REQUEST_ID_KEY, Call
+from cupaged.server.served_model import Prepared, ServedModel
+from cupaged.server.service_errors import DeadlinePassedError
+from cupaged.v1 import generation_pb2 as pb
+
+T = TypeVar("T")
+_QUICK_BYTES = 4096  # a request of that size is prepared at once, a larger one in a thread
+
+
+class GenerationService:
+    """Answers with one model.
+
+    Args:
+        model: of this front end.
+        client: of the engine.
+        observers: of all requests.
+    """
+
+    def __init__(self, model: ServedModel, client: EngineClient, observers: Observers) -> None:
+        self._model = model
+        self._client = client
+        self._observers = observers
+        self._plain = PlainDeltas()
+
+    async def Generate(self, request: pb.GenerateRequest, call: Call) -> pb.GenerateResponse:
+        """Answer when the last sample has ended."""
+        observation = Observation(self._observers, call, "Generate", stream=False)
+        stream: OutputStream | None = None
+        try:
+            prepared = await self._prepare(request, call, observation)
+            stream = self._client.submit(prepared.core, prepared.queue_timeout_s)
+            text = prepared.text_request(self._model.tokenizer, observation.arrival_time)
+            while not text.finished:
+                outputs = await stream.next()
+                if not outputs:
+                    raise EngineError("the request ended before its output did")
+                text.append_all(outputs, time.perf_counter(), stream.end_sample)
+            check_numbers(text)
+            answers = Responses(text, self._model.name, prepared.form, self._model.text.token_bytes)
+            response = answers.whole(time.perf_counter())
+            await call.context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id),))
+            observation.finished(text, response.ByteSize())
+            return response
+        except asyncio.CancelledError:
+            observation.dropped()
+            raise
+        finally:
+            if stream is not None:
+                stream.close()
+
+    async def GenerateStream(self, request: pb.GenerateStreamRequest, call: Call) -> None:
+        """Answer as the tokens come."""
+        observation = Observation(self._observers, call, "GenerateStream", stream=True)
+        stream: OutputStream | None = None
+        try:
+            prepared = await self._prepare(request, call, observation)
+            stream = self._client.submit(prepared.core, prepared.queue_timeout_s)
+            text = prepared.text_request(self._model.tokenizer, observation.arrival_time)
+            answers = Responses(
+                text, self._model.name, prepared.form, self._model.text.token_bytes, self._plain
+            )
+            # Headers wait for the engine's first word: gRPC's own retries end with them.
+            first = await stream.next()
+            await call.context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id),))
+            events = EventStream(call.context, stream, text, answers, observation.meter)
+            await events.run(first, prepared.form)
+            observation.finished(text)
+        except asyncio.CancelledError:
+            observation.dropped()
+            raise
+        finally:
+            if stream is not None:
+                stream.close()
+
+    async def Abort(self, request: pb.AbortRequest, call: Call) -> pb.AbortResponse:
+        """End requests of any front end."""
+        ids = list(dict.fromkeys(request.request_ids))
+        if len(ids) > MAX_ABORT_IDS:
+            raise InvalidParameterError("request_ids", len(ids), f"at most {MAX_ABORT_IDS} ids")
+        aborted: list[str] = []
+        if ids and self._client.state.phase in ("ready", "draining"):  # else nothing is live
+            aborted = await self._client.call("abort_ids", ids)
+        return pb.AbortResponse(aborted_request_ids=aborted)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
+        """Token ids of a text, or of a chat by way of its template."""
+        model = self._open_model(request.model)
+        given = request.add_special_tokens if request.HasField("add_special_tokens") else None
+        kind = request.WhichOneof("input")
+        call.field_path = paths_for(kind or "input")
+
+        def tokenize() -> list[int]:
+            if kind == "text":
+                special = True if given is None else given
+                return model.tokenizer.encode(request.text, add_special_tokens=special)
+            if kind == "chat":
+                text, token_ids = model.render(request.chat)
+                return model.tokenizer.encode(text) if given else token_ids
+            raise PromptError("input", None, "text or chat")
+
+        token_ids = await _run(tokenize, call.num_bytes, kind == "chat")
+        info = model.info
+        max_model_len = 0 if info is None else info.config.max_model_len
+        return pb.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, call: Call) -> pb.DetokenizeResponse:
+        """Text of token ids."""
+        model = self._open_model(request.model)
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+
+        def detokenize() -> str:
+            ids = list(request.token_ids)
+            for i, token in enumerate(ids):
+                if token >= model.vocab_size:
+                    allowed = f"in [0, {model.vocab_size})"
+                    raise InvalidParameterError(f"token_ids[{i}]", token, allowed)
+            return model.tokenizer.decode(ids, skip_special_tokens=skip)
+
+        text = await _run(detokenize, call.num_bytes, False)
+        return pb.DetokenizeResponse(text=text)
+
+    async def ApplyChatTemplate(
+        self, request: pb.ApplyChatTemplateRequest, call: Call
+    ) -> pb.ApplyChatTemplateResponse:
+        """The prompt that a chat becomes."""
+        model = self._open_model(request.model)
+        call.field_path = paths_for("chat")
+        text, token_ids = await _run(lambda: model.render(request.chat), call.num_bytes, True)
+        return pb.ApplyChatTemplateResponse(text=text, token_ids=token_ids)
+
+    def _open_model(self, name: str) -> ServedModel:
+        """The model, for what needs no engine; while the server drains it is closed, too."""
+        state = self._client.state
+        error = state.error()
+        if error is not None and state.phase in ("draining", "loading"):
+            raise error
+        self._model.check_name(name)
+        _ = self._model.text
+        return self._model
+
+    async def _prepare(
+        self, request: GenerationRequest, call: Call, observation: Observation
+    ) -> Prepared:
+        """Whatever has to be right before the engine hears of a request."""
+        kind = request.WhichOneof("input") or "input"
+        call.field_path = paths_for(kind)
+        request_id = request.request_id or call.metadata(REQUEST_ID_KEY) or str(uuid.uuid4())
+        observation.identified(check_request_id(request_id))
+        error = self._client.state.error()
+        if error is not None:
+            raise error
+        remaining = call.context.time_remaining()
+        if remaining is not None and remaining <= 0:
+            raise DeadlinePassedError("the deadline had passed when the request arrived")
+        model = self._model
+        model.check_name(request.model)
+        prepared = await _run(
+            lambda: model.prepare(request_id, request, call.facts), call.num_bytes, kind == "chat"
+        )
+        observation.meter.num_prompt_tokens = len(prepared.core.prompt_token_ids)
+        operation = "chat" if kind == "chat" else "text_completion"
+        shown = prepared.core.prompt_token_ids if prepared.text is None else prepared.text
+        observation.asked(operation, prepared.core.params, shown)
+        return prepared
+
+
+async def _run(work: Callable[[], T], num_bytes: int, is_slow: bool) -> T:
+    """Do what is quick here, and the rest in a thread, so that other calls go on meanwhile."""
+    if num_bytes <= _QUICK_BYTES and not is_slow:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(None, work)
