@@ -27,6 +27,15 @@ extern "C" __global__ void few_addresses(unsigned* out) {
   ldmatrix_x2(two, lane < 16 ? &tile[lane] : nullptr);
   out[lane] = one[0] + two[0] + two[1];
 }
+
+// Waiting for all copies includes those of no group yet.
+extern "C" __global__ void wait_for_all(unsigned* out, const unsigned* in) {
+  __shared__ __align__(16) unsigned tile[128];
+  copy_async<16>(&tile[4 * threadIdx.x], in + 4 * threadIdx.x);
+  copy_async_wait_all();
+  __syncthreads();
+  out[threadIdx.x] = tile[127 - threadIdx.x];
+}
 """
 )
 SIXTEEN_BITS = [("mma_f16", np.dtype(np.float16)), ("mma_bf16", np.dtype("bfloat16"))]
@@ -51,6 +60,9 @@ def check_headers(module: EmulatedModule) -> None:
     out = np.zeros(32, np.uint32)
     launch("few_addresses", out)
     np.testing.assert_array_equal(out, 3 * (np.arange(32) // 4) + 8)
+    numbers = np.arange(128, dtype=np.uint32)
+    launch("wait_for_all", out, numbers)
+    np.testing.assert_array_equal(out, 127 - np.arange(32))
     headers.test_groups_of_copies(launch)
     headers.test_a_warp_sums_by_the_butterfly(launch)
     try:

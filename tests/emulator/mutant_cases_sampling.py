@@ -137,7 +137,9 @@ def check_hard_draws(module: EmulatedModule) -> None:
 
 def check_logprobs(module: EmulatedModule) -> None:
     """None, some, and more likeliest tokens than are sorted at a time; rows that hold NaN."""
-    for size, count, threads in ((37, 5, 32), (300, 0, 96), (300, 150, 96), (301, 301, 64)):
+    for size, count, threads in (
+        (37, 5, 32), (300, 0, 96), (300, 150, 96), (301, 301, 64), (300, 150, 32),
+    ):  # fmt: skip
         logits = np.stack(_rows(size))
         logits[3] = np.where(np.isinf(logits[3]), F32(-1e30), logits[3])
         n = len(logits)
@@ -166,14 +168,34 @@ def check_logprobs(module: EmulatedModule) -> None:
         assert np.isnan(values[n]).all()
 
 
+def check_infinite_logprobs(module: EmulatedModule) -> None:
+    """A given token that is not allowed; rows whose highest logit is no finite number."""
+    size, count = 37, 2
+    logits = np.random.default_rng(8).standard_normal((3, size)).astype(F32)
+    logits[0, 7], logits[1, 9], logits[2] = -INF, INF, -INF
+    given, which = np.array([7], I32), np.zeros(3, I32)
+    ids, ranks = (np.full((3, 1 + count), -9, I32) for _ in range(2))
+    values = np.full((3, 1 + count), 7, F32)
+    args = [ids, values, ranks, logits, given, which, I32(count), I32(size)]
+    module.get_function("logprobs")((3,), (32,), args)
+    best = np.argsort(-logits[0])[:count]
+    np.testing.assert_array_equal(ids, [[7, *best], [7, 0, 1], [7, 0, 1]])
+    np.testing.assert_array_equal(ranks, [[size, 1, 2]] * 3)
+    wide = logits[0].astype(np.float64)
+    expected = wide[[7, *best]] - np.log(np.exp(wide).sum())
+    np.testing.assert_allclose(values[0], expected, rtol=3e-7, atol=1e-6)
+    assert np.isnan(values[1:]).all()
+
+
 def check_edits(module: EmulatedModule) -> None:
     """Each edit, by two blocks and some threads that have nothing to do."""
-    for size in (9, 132):
+    for size in (3, 9, 132, 135):
         rng = np.random.default_rng(size)
         given = rng.standard_normal((5, size)).astype(F32)
         places = rng.permutation(5 * size)[:40]
+        count = len(places)
         pairs = np.stack([places // size, places % size], 1).astype(I32)
-        values = rng.uniform(0.5, 2, 40).astype(F32)
+        values = rng.uniform(0.5, 2, count).astype(F32)
         row, token = pairs.T
         old = given[row, token]
         edits = {
@@ -181,16 +203,16 @@ def check_edits(module: EmulatedModule) -> None:
             "penalize": np.where(old > 0, old / values, old * values),
             "subtract": old - values,
             "restore_allowed": values,
-            "ban": np.full(40, -INF, F32),
+            "ban": np.full(count, -INF, F32),
         }
-        numbers = [I32(40), I32(size)]
+        numbers = [I32(count), I32(size)]
         for name, new in edits.items():
             logits, expected = given.copy(), given.copy()
             expected[row, token] = new
             arrays = [logits, pairs] if name == "ban" else [logits, pairs, values]
             module.get_function(name)((3,), (32,), [*arrays, *numbers])
             np.testing.assert_array_equal(logits, expected)
-        saved = np.full(40, np.nan, F32)
+        saved = np.full(count, np.nan, F32)
         module.get_function("save_allowed")((3,), (32,), [saved, given.copy(), pairs, *numbers])
         np.testing.assert_array_equal(saved, old)
         logits, expected = given.copy(), given.copy()
@@ -232,7 +254,6 @@ def check_numbers(module: EmulatedModule) -> None:
 
 
 SMALL = {"sampling_search.cuh": ("CAPACITY = 4096", "CAPACITY = 64")}
-LOGPROBS = later("logits_logprobs.cu", check_logprobs, {}, SMALL)
 NUMBERS = later("random_numbers.cu", check_numbers, {})
 
 
@@ -243,6 +264,13 @@ def check_all_draws(module: EmulatedModule) -> None:
     check_large_mass(module)
 
 
+def check_all_logprobs(module: EmulatedModule) -> None:
+    """All of them with one compilation."""
+    check_logprobs(module)
+    check_infinite_logprobs(module)
+
+
+LOGPROBS = later("logits_logprobs.cu", check_all_logprobs, {}, SMALL)
 ALL_DRAWS = later("sampling.cu", check_all_draws, {"REPORT_KEPT": 1}, SMALL)
 
 SAMPLING: dict[str, list[Variant]] = {

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 
@@ -31,7 +31,7 @@ class Supervised:
         self._environment = {**os.environ, **(environment or {})}
         self.log = ""
 
-    def __enter__(self) -> Supervised:
+    def __enter__(self) -> Self:
         self.process = subprocess.Popen(
             self._command,
             env=self._environment,

@@ -15,13 +15,13 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from cupaged.v1 import generation_pb2_grpc
-from tests.server.asking import health, stream_request, told, tokens
+from tests.server.asking import health, stream_request, tokens, told
 from tests.server.local_server import SECONDS, is_idle, wait_until
 from tests.server.watched_server import WatchedServer, total
 
 SERVING, NOT_SERVING = 1, 2
 RUNNING, STREAMS, CHANNELS = 12, 20, 4  # some streams wait in the queue
-LONG, SHORT = 1000, 200  # tokens of streams that are lost, and of those that are not
+LONG, SHORT = 1000, 60  # tokens of streams that are lost, and of those that are not
 NULL = ("--runner", "null", "--null-steps-per-s", "100", "--max-num-seqs", str(RUNNING))
 Ends = Counter[tuple[str, str | None, int]]  # code, reason, and tokens if the code is OK
 FATAL = [signal.SIGKILL, signal.SIGTERM]
@@ -64,9 +64,10 @@ def under_load(server: WatchedServer, act: Callable[[], None], num_tokens: int) 
         options = [("grpc.use_local_subchannel_pool", 1)]  # a connection each
         channels = [grpc.aio.insecure_channel(server.address, options) for _ in range(CHANNELS)]
         stubs = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in channels]
+        wanted = await asyncio.to_thread(num_arrived, server) + STREAMS
         async with asyncio.timeout(4 * SECONDS):
             reading = [asyncio.ensure_future(read(stubs[i % CHANNELS])) for i in range(STREAMS)]
-            await asyncio.to_thread(wait_until, lambda: num_requests(server) == STREAMS)
+            await asyncio.to_thread(wait_until, lambda: num_arrived(server) == wanted)
             await asyncio.to_thread(act)
             ends = Counter(await asyncio.gather(*reading))
         for channel in channels:
@@ -76,10 +77,11 @@ def under_load(server: WatchedServer, act: Callable[[], None], num_tokens: int) 
     return asyncio.run(run())
 
 
-def num_requests(server: WatchedServer) -> int:
-    """That the engine has not finished."""
+def num_arrived(server: WatchedServer) -> int:
+    """Requests that the engine has had, finished or not."""
     (stats,) = server.ask_engine("stats")
-    return int(sum(stats[f"num_{state}"] for state in ("running", "waiting", "preempted")))
+    live = sum(stats[f"num_{state}"] for state in ("running", "waiting", "preempted"))
+    return int(live + sum(stats["finished_total"].values()))
 
 
 def kill(server: WatchedServer, name: str, number: int) -> Callable[[], None]:
