@@ -15,19 +15,29 @@ idle one. Install `nghttp2-client` for the client h2load.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import grpc
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import report
 from bench.serving_load import CLIENT, GENERATE, request, run_client, run_load
-from bench.serving_processes import HelperProcess, ServedProcess, cpu_seconds
+from bench.serving_processes import (
+    SERVING,
+    HelperProcess,
+    ServedProcess,
+    cpu_seconds,
+    watch_health,
+)
 
 STREAMS = (1, 16, 64, 256)
 BARE = "/bench.Bare/Stream"
@@ -38,6 +48,7 @@ NULL_ROUNDS = 3
 LATENCY_REQUESTS, LATENCY_ROUNDS = 100, 5
 MODEL_TOKENS = {1: 48, 16: 24, 64: 16, 256: 8}
 OFFLINE_REQUESTS, OFFLINE_ROUNDS = 64, 3
+DEATHS = 3
 THREADS = 1  # of BLAS, of every engine here
 LIMITS = ("--max-num-seqs", "256", "--max-num-queued-reqs", "1024")
 NULL = ("--runner", "null", "--max-model-len", "8192", *LIMITS)
@@ -150,8 +161,8 @@ def first_token() -> dict[str, Any]:
         runs = [run_client(client, server.address, GENERATE, [message], 1) for _ in range(3)]
         answer = runs[-1]["requests"][0]
     brought = [
-        (round(STEPS_PER_S * (time - answer["start"]), 1), tokens)
-        for time, tokens in zip(answer["times"], answer["tokens"], strict=True)
+        (round(STEPS_PER_S * (at - answer["start"]), 1), tokens)
+        for at, tokens in zip(answer["times"], answer["tokens"], strict=True)
         if tokens
     ]
     return {
@@ -161,6 +172,26 @@ def first_token() -> dict[str, Any]:
             "steps_since_start": [steps for steps, _ in brought],
         }
     }
+
+
+def engine_death() -> dict[str, Any]:
+    """How soon the health service tells that the engine was killed."""
+    runs = []
+    for _ in range(DEATHS):
+        with (
+            ServedProcess(*NULL, "--restart-engine") as server,
+            grpc.insecure_channel(server.address) as channel,
+        ):
+            watch = watch_health(channel)
+            while next(watch).status != SERVING:
+                pass
+            began = time.perf_counter()
+            os.kill(server.pids["engine"], signal.SIGKILL)
+            while next(watch).status == SERVING:
+                pass
+            runs.append(time.perf_counter() - began)
+            watch.cancel()
+    return {"engine_killed_to_not_serving_ms": round(1e3 * median(runs), 1)}
 
 
 def real_model() -> dict[str, Any]:
@@ -273,10 +304,13 @@ def medians(runs: list[dict[str, float]]) -> dict[str, float]:
     return {key: median(run[key] for run in runs) for key in runs[0]}
 
 
+PARTS = (paced_cpu, saturated, added_latency, first_token, engine_death, real_model)
+
+
 def main() -> None:
     """Measure, print, write."""
     results: dict[str, Any] = {}
-    for part in (paced_cpu, saturated, added_latency, first_token, real_model):
+    for part in PARTS:
         found = part()
         for name, value in found.items():
             print(f"{name:28} {value}", flush=True)

@@ -40,7 +40,7 @@ async def serve(num_bytes: int, num_messages: int, steps_per_s: float) -> None:
             done.set_result(None)
 
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    handler = grpc.unary_stream_rpc_method_handler(stream)
+    handler: Any = grpc.unary_stream_rpc_method_handler(stream)
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler("bench.Bare", {"Stream": handler}),)
     )

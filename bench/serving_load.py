@@ -70,12 +70,12 @@ def run_load(address: str, method: str, message: bytes, streams: int) -> Load:
             f"http://{address}{method}",
         ]  # fmt: skip
         before, began = _children_cpu_s(), time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         wall = time.perf_counter() - began
-    succeeded = re.search(r"(\d+) succeeded, 0 failed, 0 errored", done)
-    traffic = re.search(r"\((\d+)\) data$", done, re.M)
+    succeeded = re.search(r"(\d+) succeeded, 0 failed, 0 errored", said)
+    traffic = re.search(r"\((\d+)\) data$", said, re.M)
     if succeeded is None or int(succeeded[1]) != streams or traffic is None:
-        raise RuntimeError(f"h2load: not all of {streams} streams were answered:\n{done}")
+        raise RuntimeError(f"h2load: not all of {streams} streams were answered:\n{said}")
     return Load(wall, _children_cpu_s() - before, int(traffic[1]))
 
 

@@ -121,23 +121,23 @@ class ServedProcess:
         return found
 
 
-def wait_serving(address: str, deadline: float) -> None:
-    """Return when the health service says SERVING, looking every few milliseconds."""
-    request = health_pb2.HealthCheckRequest().SerializeToString()
-    while time.perf_counter() < deadline:
-        with grpc.insecure_channel(address) as channel:
-            check: Any = channel.unary_unary(
-                "/grpc.health.v1.Health/Check",
-                response_deserializer=health_pb2.HealthCheckResponse.FromString,
-            )
-            try:
-                while time.perf_counter() < deadline:
-                    if check(request, timeout=1.0, wait_for_ready=True).status == SERVING:
-                        return
-                    time.sleep(0.005)
-            except grpc.RpcError:
-                time.sleep(0.005)
-    raise TimeoutError(f"{address} does not serve")
+def watch_health(channel: grpc.Channel) -> Any:
+    """Statuses of a server, as they change."""
+    watch: Any = channel.unary_stream(
+        "/grpc.health.v1.Health/Watch",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )
+    return watch(health_pb2.HealthCheckRequest(), timeout=_SECONDS, wait_for_ready=True)
+
+
+def wait_serving(address: str) -> None:
+    """Return when the health service says SERVING."""
+    with grpc.insecure_channel(address) as channel:
+        watch = watch_health(channel)
+        while next(watch).status != SERVING:
+            pass
+        watch.cancel()
 
 
 class HelperProcess:

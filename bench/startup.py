@@ -2,7 +2,9 @@
 
 The default model is measured as the GGUF it comes in and as a folder of bfloat16 safetensors made
 of it. The limit to compare with is printed beside them: the time that the same run needs to fill as
-many bytes of fresh memory as the float32 weights take. Writes bench/results/startup.json.
+many bytes of fresh memory as the float32 weights take. `serve` is `cupaged serve` on the GGUF: from
+its start to the moment when the health service says SERVING, and what its processes hold when
+nobody has asked them anything. Writes bench/results/startup.json.
 
 Run it with `python bench/startup.py` on an idle machine with a warm disk.
 """
@@ -25,10 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import report
 from bench.engine import import_seconds
+from bench.serving_processes import ServedProcess, wait_serving
 from cupaged.loading.model_files import open_model
 from cupaged.loading.weights import read_entry
 
 RUNS = 5
+IDLE_SECONDS = 2.0
 CHILD = Path(__file__).parent / "startup_child.py"
 CONFIG_KEYS = {
     "vocab_size": "vocab_size",
@@ -93,6 +97,25 @@ def summary(model: str) -> dict[str, float]:
     return {key: round(median(run[key] for run in runs), 3) for key in runs[0]}
 
 
+def serve_start() -> dict[str, Any]:
+    """Of `cupaged serve`: seconds to SERVING, and memory of each process when idle."""
+    runs = []
+    for _ in range(RUNS + 1):
+        with ServedProcess("--max-model-len", "2048") as server:
+            wait_serving(server.address)
+            serving_s = time.perf_counter() - server.started
+            time.sleep(IDLE_SECONDS)
+            runs.append((serving_s, server.memory_mb()))
+    seconds, memory = zip(*runs[1:], strict=True)  # the first one warms the disk
+    return {
+        "serving_s": round(median(seconds), 3),
+        "idle_memory": {
+            role: {kind: median(run[role][kind] for run in memory) for kind in ("rss_mb", "pss_mb")}
+            for role in memory[0]
+        },
+    }
+
+
 def fresh_memory_seconds(num_bytes: int) -> float:
     """Time to fill that much memory which the process has not touched before."""
     code = (
@@ -114,6 +137,7 @@ def main() -> None:
     for format_ in ("gguf", "bfloat16"):
         peak = results[format_]["peak_growth_mb"] / (weight_bytes / 1e6)
         results[format_]["peak_over_weights"] = round(peak, 3)
+    results["serve"] = serve_start()
     results["fill_fresh_memory_s"] = fresh_memory_seconds(weight_bytes)
     results["weights_mb"] = round(weight_bytes / 1e6)
     results["import_s"] = import_seconds("import cupaged")

@@ -57,7 +57,7 @@ SERVER = (
            {**_NAME, "default": "cupaged"}),
     Option("--host", "of the server (default: 127.0.0.1)", _NAME),
     Option("--port", "of the server (default: 50051)", _INT),
-    Option("--target", "in place of host and port: HOST:PORT, grpcs://HOST:PORT, unix:/path",
+    Option("-a --address", "in place of host and port: HOST:PORT, grpcs://HOST:PORT, unix:/path",
            {"metavar": "ADDRESS"}),
     Option("-m --model", "of a model that it serves (default: its only one)",
            {**_NAME, "default": ""}),
@@ -221,15 +221,15 @@ def serve_benchmark(args: argparse.Namespace) -> ServeBenchmark:
 
 
 def _address(args: argparse.Namespace) -> str:
-    if args.target is None:
+    if args.address is None:
         host = args.host or "127.0.0.1"
         port = 50051 if args.port is None else args.port
         if not 0 < port < 65536:
             raise ConfigError("--port", port, "in [1, 65535]")
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     if args.host is not None or args.port is not None:
-        raise ConfigError("--target", args.target, "left out where --host or --port is given")
-    return str(args.target)
+        raise ConfigError("--address", args.address, "left out where --host or --port is given")
+    return str(args.address)
 
 
 def _add(parser: argparse.ArgumentParser, title: str, options: tuple[Option, ...]) -> None:

@@ -29,6 +29,7 @@ OTHER_NAMES = {
     "--predict": "--max-tokens",
     "--repeat-penalty": "--repetition-penalty",
     "--system-prompt": "--system",
+    "--target": "--address",
     "--temp": "--temperature",
 }
 

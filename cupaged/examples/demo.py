@@ -38,6 +38,7 @@ MAX_TOKENS = 24
 NEXT = (
     "{bin}cupaged chat",
     '{bin}cupaged generate -p "Once upon a time" --max-tokens 40',
+    "make demo-serve",
     "make test",
 )
 

@@ -104,7 +104,7 @@ class LiveDisplay:
             f"        {_USED} used  {_SHARED} shared  {_FREE} free",
             _figures(stats, rate),
             "",
-            *(_answer_line(row, columns) for row in rows),
+            *(answer_line(row, columns) for row in rows),
         ]
         up = f"\x1b[{self._num_lines}F" if self._num_lines else ""
         self._out.write(up + "".join(f"{line[:columns]}\x1b[K\n" for line in lines))
@@ -112,7 +112,8 @@ class LiveDisplay:
         self._num_lines = len(lines)
 
 
-def _answer_line(row: Row, columns: int) -> str:
+def answer_line(row: Row, columns: int) -> str:
+    """A row within the width: of a long answer, its end."""
     head = f"{row.label:>4} {row.state:<8} {row.prompt} "
     tail = " ".join(row.text.split())
     room = max(10, columns - len(head) - 1)

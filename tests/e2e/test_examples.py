@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(
     path.stem
     for path in (ROOT / "cupaged" / "examples").glob("*.py")
-    if path.stem not in ("__init__", "live_display")
-    and not path.stem.startswith("grpc_")  # these need a server: tests/server
+    if path.stem not in ("__init__", "live_display", "demo_serve")
+    and not path.stem.startswith("grpc_")  # these, and demo_serve: tests/server
 )
 BLOCKS = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
 PYTHON_BLOCKS = [code for language, code in BLOCKS if language == "python"]

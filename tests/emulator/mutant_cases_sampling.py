@@ -24,6 +24,7 @@ from tests.ops.sampling_oracle import oracle_philox, rows
 Array = NDArray[Any]
 later = functools.partial(Variant, max_steps=MANY_STEPS, global_races=True)
 INF = math.inf
+MASSLESS = np.array(0x41E35A2F, np.uint32).view(F32)  # the nearest distance whose mass is 0
 Limits = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
 
 
@@ -35,6 +36,7 @@ def _rows(size: int) -> list[Array]:
     few, far = np.full(size, -np.inf, F32), (-28.4 + normal / 100).astype(F32)
     few[rng.integers(0, size, 5)] = [0, 1, 1, 0, 2]
     far[size // 2] = 0
+    far[1] = -MASSLESS
     near = (1 + 1e-6 * normal).astype(F32)
     return [3 * normal - 2, np.rint(2 * normal), np.full(size, -7.5, F32), few, far, near]
 
@@ -43,7 +45,7 @@ LIMITS: list[Limits] = [
     (1.0, 1, 1.0, 0.0), (1.0, 0, 1e-9, 0.0), (1.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1),
     (0.7, 40, 0.9, 0.0), (2.0, 100, 0.8, 1e-3), (1.0, 0, 0.999, 0.0), (1e-5, 3, 0.5, 0.0),
     (1.3, 90, 1.0, 0.0), (0.0, 5, 0.5, 0.0), (1.0, 0, 1.0, 0.0), (4.0, 0, 1.0, 0.0),
-    (1.0, 299, 0.99, 0.0),
+    (1.0, 299, 0.99, 0.0), (1.0, 299, 1.0, 0.0),
 ]  # fmt: skip
 
 
@@ -278,7 +280,7 @@ SAMPLING: dict[str, list[Variant]] = {
     "logits_logprobs.cu": [LOGPROBS],
     "philox.cuh": [NUMBERS, ALL_DRAWS],
     "sampling.cu": [ALL_DRAWS],
-    "sampling_mass.cuh": [NUMBERS],
+    "sampling_mass.cuh": [NUMBERS, ALL_DRAWS],
     "sampling_row.cuh": [ALL_DRAWS, LOGPROBS],
     "sampling_search.cuh": [ALL_DRAWS, LOGPROBS],
 }

@@ -10,10 +10,27 @@ from tests.emulator.mutant_explained_gemm import EXPLAINED_GEMM
 
 SAME_FOR_ALL = "all threads hold the same there, so that any may be the one"
 FILL = "the -inf that fills the last quad come behind all tokens, and there is room for them"
+FAR_BELOW = "a change below 2^-60 of the result, which is rounded to 2^-40"
+WIDER = "more tokens are looked at, or computed again in double: the best of them is the same"
 ANY_SPLIT = "where a part is split decides how many rounds there are, not what they find"
 
 # fmt: off
 EXPLAINED_SAMPLING = {
+    "logits_edits.cu: *logit = *logit [> -> >=] 0.0f ? __fdiv_rn(*logit, values[i]) : "
+    "__fmul_rn(*logit, values[i]);": "0 / value is 0 * value, for a penalty is positive and finite",
+    "philox.cuh: 1.0f / [4294967296.0f -> 4294967296.25f]);": "the same float",
+    "philox.cuh: constexpr float MOST_NOISE = [22.88f -> 23.13f];": WIDER,
+    "philox.cuh: constexpr float NOISE_ERROR = [1.0f -> 1.25f] / 65536.0f;": WIDER,
+    "philox.cuh: constexpr float NOISE_ERROR = 1.0f / [65536.0f -> 65536.25f];":
+        "the errors come to less than three quarters of it",
+    "sampling_mass.cuh: const u64 t_57 = __umul64hi(distance_58, 0x[B8AA3B295C17F0BB -> "
+    "b8aa3b295c17f0bc]ull); // log2(e)_63": FAR_BELOW,
+    "sampling_mass.cuh: const u64 z_70 = __umul64hi(t_57 << 13, 0x[B17217F7D1CF79AB -> "
+    "b17217f7d1cf79ac]ull); // log(2)_64": FAR_BELOW,
+    "sampling_mass.cuh: series_32 = one_32 - (__umulhi(__umulhi(z_38, series_32), 0x[55555555 -> "
+    "55555556]u) >> 6); // 1 - z / 3 (...)": FAR_BELOW,
+    "sampling_mass.cuh: unsigned series_32 = one_32 - (__umulhi(z_38, 0x[33333333 -> 33333334]u) "
+    ">> 6); // 1 - z / 5": FAR_BELOW,
     "logits_logprobs.cu: if (threadIdx.x == [0 -> 1]) { (2)": SAME_FOR_ALL,
     "sampling.cu: while (least > 1 && __ll2double_rn(least - [1 -> 2]) >= limit) --least;":
         "the mass of some tokens, beyond 2^53, would have to meet the limit to the unit",

@@ -45,7 +45,7 @@ Captured = pytest.CaptureFixture[str]
 
 def bench(server: BenchServer | str, *arguments: str) -> int:
     address = server if isinstance(server, str) else server.address
-    return main(["bench", "serve", "--target", address, *arguments])
+    return main(["bench", "serve", "--address", address, *arguments])
 
 
 def saved(server: BenchServer, folder: Path, *arguments: str) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def test_a_warm_up_that_fails_ends_the_benchmark(capsys: Captured) -> None:
         (("--plot", "run.png"), "--plot must be a name that ends in .svg, got 'run.png'"),
         (("--result-dir", "x"), "--result-dir must be given with --save-result, got 'x'"),
         (("--dataset-name", "trace"), "--dataset-path must be a file for trace, got None"),
-        (("--host", "other"), "--target must be left out where --host or --port is given"),
+        (("--host", "other"), "--address must be left out where --host or --port is given"),
         (("--ready-check-timeout-sec", "-1"), "--ready-check-timeout-sec must be >= 0, got -1.0"),
         (("--num-promts", "5"), "unknown option --num-promts; perhaps --num-prompts"),
     ],

@@ -47,7 +47,7 @@ def test_all_tokens_are_counted(
     path = tmp_path / "result.json"
     code = main(
         [
-            "bench", "serve", "--target", address, "--num-prompts", "6", "--random-input-len", "20",
+            "bench", "serve", "--address", address, "--num-prompts", "6", "--random-input-len", "20",
             "--random-output-len", "15", "--random-range-ratio", "0.3", "--max-concurrency", "3",
             "--num-warmups", "1", "--save-result", "--save-detailed",
             "--result-filename", str(path),
@@ -69,7 +69,7 @@ def test_what_the_queue_refuses_is_counted(
     address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lengths = ("--random-input-len", "4", "--random-output-len", "200")
-    assert main(["bench", "serve", "--target", address, "--num-prompts", "40", *lengths]) == 0
+    assert main(["bench", "serve", "--address", address, "--num-prompts", "40", *lengths]) == 0
     lines = dict(line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:-1])
     refused = int(lines["  RESOURCE_EXHAUSTED QUEUE_FULL:"])
     assert refused > 0 and int(lines["Successful requests:"]) == 40 - refused
