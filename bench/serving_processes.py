@@ -77,6 +77,9 @@ class ServedProcess:
         line = self._process.stdout.readline()
         found = re.search(r"grpc://(\S+) \(metrics (\S+)\)", line)
         if found is None:
+            self._process.kill()
+            self._process.wait()
+            self._process.stdout.close()
             raise RuntimeError(f"the server does not serve; it says {line!r}")
         self.address, self._metrics = found.groups()
         self.pids |= self._children()

@@ -75,6 +75,12 @@ class TextShell:
             return self._encode_text(prompt)
         return None, _checked_ids(prompt)
 
+    def check_text(self, text: str) -> None:
+        """Raises ContextLengthError for a text that is too long for any context."""
+        if len(text) > self._max_chars:
+            allowed = f"at most {self._max_chars}"
+            raise ContextLengthError("prompt length in characters", len(text), allowed)
+
     def core_request(
         self, request_id: str, token_ids: Sequence[int], params: SamplingParams, priority: int = 0
     ) -> CoreRequest:
@@ -99,9 +105,7 @@ class TextShell:
     def _encode_text(self, text: object) -> tuple[str, list[int]]:
         if not isinstance(text, str):
             raise PromptError("prompt", text, "a string")
-        if len(text) > self._max_chars:
-            allowed = f"at most {self._max_chars}"
-            raise ContextLengthError("prompt length in characters", len(text), allowed)
+        self.check_text(text)
         token_ids = self.tokenizer.encode(text)
         if not token_ids:
             raise PromptError("prompt", text, "a text of at least one token")

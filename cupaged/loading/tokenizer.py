@@ -26,6 +26,7 @@ _DEFAULT_TEMPLATE = "default"
 _GGUF_TEMPLATE = "tokenizer.chat_template"
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _REPLACEMENT = "\ufffd"
+_SHORT_CHARS = 4096
 _HEX_DIGITS = "0123456789ABCDEFabcdef"
 
 
@@ -132,6 +133,11 @@ class Tokenizer:
             PromptError: `text` is no text, or holds a lone surrogate.
         """
         try:
+            if len(text) > _SHORT_CHARS:
+                encode = (
+                    self._backend.encode_batch_fast
+                )  # lets other threads run, `encode` does not
+                return encode([text], add_special_tokens=add_special_tokens)[0].ids
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError):
             raise PromptError("prompt", text, "text that UTF-8 can encode") from None
@@ -142,6 +148,9 @@ class Tokenizer:
         Bytes that are no valid UTF-8 become U+FFFD. Spaces are never cleaned up.
         """
         try:
+            if len(ids) > _SHORT_CHARS:
+                decode = self._backend.decode_batch
+                return decode([ids], skip_special_tokens=skip_special_tokens)[0]
             return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError):
             raise PromptError("token ids", ids, "integers from 0 to 2**32 - 1") from None

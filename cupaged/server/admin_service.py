@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -17,8 +18,10 @@ from cupaged.server.conversions import seconds_of
 from cupaged.server.engine_client import EngineClient
 from cupaged.server.rpc import Call
 from cupaged.server.service_errors import PreconditionError
+from cupaged.server.wire_forms import stats_to_wire
 from cupaged.v1 import admin_pb2 as pb
 
+_STATS_S = 2.0  # an engine that hangs does not keep its server from ending
 _PROFILE_S, _MAX_PROFILE_S = 60.0, 3600.0
 _LEVELS: dict[pb.LogLevel.ValueType, str] = {
     pb.LOG_LEVEL_DEBUG: "debug",
@@ -66,12 +69,9 @@ class AdminService:
             timeout_s = seconds_of(request.timeout, "timeout")
             if timeout_s < 0:
                 raise InvalidParameterError("timeout", timeout_s, ">= 0 seconds")
-        stats: dict[str, Any] = {}
-        if self._client.state.phase in ("ready", "draining"):
-            stats = await self._client.call("stats")
+        number = await self._num_unfinished()
         self._tell("drain_requested", timeout_s)
-        counts = [int(stats.get(f"num_{kind}", 0)) for kind in ("running", "waiting", "preempted")]
-        return pb.DrainResponse(num_unfinished_requests=sum(counts), timeout=_duration(timeout_s))
+        return pb.DrainResponse(num_unfinished_requests=number, timeout=_duration(timeout_s))
 
     async def FlushPrefixCache(
         self, request: pb.FlushPrefixCacheRequest, call: Call
@@ -123,6 +123,17 @@ class AdminService:
         self._tell("log_level_set", level)
         self._log_level = level
         return pb.SetLogLevelResponse(previous_level=previous)
+
+    async def _num_unfinished(self) -> int:
+        """Of the engine now; of an engine that does not answer, as it last was."""
+        stats: dict[str, Any] = {}
+        if self._client.stats is not None:
+            stats = stats_to_wire(self._client.stats)
+        if self._client.state.phase in ("ready", "draining"):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_STATS_S):
+                    stats = await self._client.call("stats")
+        return sum(int(stats.get(f"num_{kind}", 0)) for kind in ("running", "waiting", "preempted"))
 
     async def _end_profile_after(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

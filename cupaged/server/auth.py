@@ -23,12 +23,14 @@ import grpc
 from cupaged.errors import ConfigError, CupagedError
 from cupaged.server.error_status import status_of
 from cupaged.server.service_errors import NotAllowedError, TokenInvalidError, TokenMissingError
+from cupaged.server.settings import API_KEY_VARIABLE
 
 _ADMIN = "admin"
 _ADMIN_PREFIX = "/cupaged.v1.AdminService/"
 _OPEN_PREFIXES = ("/grpc.health.v1.Health/",)
 _CHECK_SECONDS = 1.0
 _MAX_FILE_BYTES = 1 << 20
+_SHOWN_CHARS = 200
 _logger = logging.getLogger(__name__)
 
 
@@ -43,7 +45,7 @@ class Tokens:
 
     Args:
         path: of the file; None for no file.
-        secret: a token that allows everything.
+        secret: a token that allows everything; space around it does not count.
         clock: seconds, monotonic; the file is looked at once a second at most.
 
     Raises:
@@ -58,7 +60,7 @@ class Tokens:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._path = None if path is None else Path(path)
-        self._secret = [_Token(_digest(secret), is_admin=True)] if secret else []
+        self._secret = [] if secret is None else [_Token(_digest(_word(secret)), is_admin=True)]
         self._clock = clock
         self._stamp = self._stat()
         self._tokens = self._read()
@@ -147,7 +149,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if not method.startswith(_OPEN_PREFIXES):
             error = self._check(method, dict(handler_call_details.invocation_metadata or ()))
             if error is not None:
-                return _refusal(error)
+                return _refusal(method, error)
         return await continuation(handler_call_details)
 
     def _check(self, method: str, metadata: dict[str, str | bytes]) -> CupagedError | None:
@@ -162,14 +164,22 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return None
 
 
-def _refusal(error: CupagedError) -> grpc.RpcMethodHandler[Any, Any]:
+def _refusal(method: str, error: CupagedError) -> grpc.RpcMethodHandler[Any, Any]:
     """Ends a call of any kind before its request is read."""
     status = status_of(error)
 
     async def refuse(requests: Any, context: Any) -> None:
+        _logger.info("refused %s of %s: %s", method[:_SHOWN_CHARS], context.peer(), error)
         await context.abort_with_status(status)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _word(secret: str) -> str:
+    word = secret.strip()
+    if not word or not word.isascii() or not word.isprintable() or " " in word:
+        raise ConfigError(API_KEY_VARIABLE, "...", "a token: printable ASCII without spaces")
+    return word
 
 
 def _digest(token: str) -> bytes:

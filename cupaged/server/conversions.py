@@ -22,6 +22,9 @@ from cupaged.v1 import generation_pb2 as pb
 GenerationRequest = pb.GenerateRequest | pb.GenerateStreamRequest
 
 MAX_SALT_BYTES = 256
+MAX_MESSAGES = 2**16  # of a chat
+MAX_DETOKENIZE_IDS = 2**20
+MAX_STRING_CHARS = 4096  # of a stop string and of a bad word
 MAX_ABORT_IDS = 1024
 MAX_INTERVAL_S = 60.0
 _MAX_TIMEOUT_S = 365 * 86400.0
@@ -75,6 +78,29 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any]) -> 
     return SamplingParams(**given)
 
 
+def check_sizes(request: GenerationRequest, *, vocab_size: int, max_model_len: int) -> None:
+    """Refuse lists and strings that are long for no reason, before anybody works on them.
+
+    Raises:
+        InvalidParameterError: an id must stand twice in a list, or a string is too long.
+    """
+    sampling, stopping = request.sampling, request.stopping
+    lists = (
+        ("allowed_token_ids", sampling.allowed_token_ids, vocab_size),
+        ("logit_bias", sampling.logit_bias, vocab_size),
+        ("trace_decode_token_ids", sampling.trace_decode_token_ids, max_model_len),
+        ("stop_token_ids", stopping.stop_token_ids, vocab_size),
+    )
+    for name, ids, most in lists:
+        if len(ids) > most:
+            raise InvalidParameterError(name, len(ids), f"a list of at most {most} ids")
+    for name, strings in (("bad_words", sampling.bad_words), ("stop", stopping.stop)):
+        for i, string in enumerate(strings):
+            if len(string) > MAX_STRING_CHARS:
+                allowed = f"at most {MAX_STRING_CHARS} characters long"
+                raise InvalidParameterError(f"{name}[{i}]", len(string), allowed)
+
+
 def prompt_of(request: GenerationRequest) -> str | list[int] | pb.Chat:
     """The prompt: a text, token ids, or a chat that is still to be rendered.
 
@@ -95,10 +121,12 @@ def messages_of(chat: pb.Chat) -> list[dict[str, str]]:
     """A chat as a template takes it.
 
     Raises:
-        PromptError: there is no message, or one without a role.
+        PromptError: there is no message, or one without a role, or there are too many.
     """
     if not chat.messages:
         raise PromptError("messages", [], "at least one message")
+    if len(chat.messages) > MAX_MESSAGES:
+        raise PromptError("messages", len(chat.messages), f"at most {MAX_MESSAGES} messages")
     for i, message in enumerate(chat.messages):
         if not message.role:
             raise PromptError(f"messages[{i}].role", "", "a role, such as 'user'")

@@ -33,6 +33,8 @@ from cupaged.server.wire_forms import EngineInfo, request_to_wire, stats_from_wi
 MAX_PENDING_TOKENS = 16384
 _RETRY_SECONDS = 0.05
 _MAX_RETRY_SECONDS = 0.5
+LOOK_SECONDS = 1.0  # the engine tells its statistics as often
+QUIET_LOOKS = 60  # in a row, until it counts as silent: a step may take its time
 _REASON_SECONDS = 0.7  # how long lost requests wait to be told of what the engine ended
 _logger = logging.getLogger(__name__)
 
@@ -75,6 +77,8 @@ class EngineClient:
         self.stats: EngineStats | None = None
         self.on_state: Callable[[EngineState], None] | None = None
         self.on_stats: Callable[[EngineStats], None] | None = None
+        self.on_silence: Callable[[bool], None] | None = None
+        self.is_silent = False  # it is connected, and has said nothing for a minute
         self._path = path
         self._name = name
         self._max_pending_tokens = max_pending_tokens
@@ -92,6 +96,8 @@ class EngineClient:
         self._try_now = asyncio.Event()
         self._ready = asyncio.Event()
         self._burial: asyncio.TimerHandle | None = None
+        self._num_quiet_looks = 0
+        self._next_look: asyncio.TimerHandle | None = None
         self._closed = False
 
     # ---- the connection ------------------------------------------------------------------------
@@ -110,6 +116,7 @@ class EngineClient:
         """Begin to connect, again and again until it works; with `wait`, until it has worked."""
         if self._connector is None:
             self._connector = asyncio.get_running_loop().create_task(self._keep_connected())
+            self._look()
         if wait:
             await self.wait_ready()
 
@@ -123,8 +130,9 @@ class EngineClient:
         if self._connector is not None:
             self._connector.cancel()
             await asyncio.gather(self._connector, return_exceptions=True)
-        if self._burial is not None:
-            self._burial.cancel()
+        for timer in (self._burial, self._next_look):
+            if timer is not None:
+                timer.cancel()
         if self._connection is not None and self._connection.transport is not None:
             self._connection.transport.close()
         self._lose_all(EngineDeadError("the front end has closed its connection"))
@@ -238,6 +246,29 @@ class EngineClient:
             except TimeoutError:
                 continue
 
+    def _look(self) -> None:
+        """Looks are counted, not seconds: who stood still himself draws no conclusions from it."""
+        self._next_look = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
+        self._num_quiet_looks += 1
+        self._set_silent(self._is_ready and self._num_quiet_looks > QUIET_LOOKS)
+
+    def heard(self) -> None:
+        """The engine has said something."""
+        self._num_quiet_looks = 0
+        if self.is_silent:
+            self._set_silent(False)
+
+    def _set_silent(self, is_silent: bool) -> None:
+        if is_silent == self.is_silent:
+            return
+        self.is_silent = is_silent
+        if is_silent:
+            _logger.error("the engine has said nothing for %g s", QUIET_LOOKS * LOOK_SECONDS)
+        else:
+            _logger.info("the engine is no longer silent")
+        if self.on_silence is not None:
+            self.on_silence(is_silent)
+
     def opened(self, connection: _Connection) -> None:
         """A connection stands; the engine's facts come next."""
         self._lose_all(None)  # what the connection before it had
@@ -348,6 +379,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         assert self.transport is not None
+        self._client.heard()
         try:
             for message in self._reader.feed(data):
                 self._client.receive(message)

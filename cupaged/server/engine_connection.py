@@ -72,6 +72,11 @@ class Connection:
         """Bytes that wait for the front end to read."""
         return self._num_unsent_bytes
 
+    @property
+    def is_behind(self) -> bool:
+        """True while half of what may wait does."""
+        return self._num_unsent_bytes > self._max_buffered_bytes // 2
+
     def receive(self) -> list[Message]:
         """The messages that have come. A closed or garbled connection is `broken` afterwards."""
         try:

@@ -17,8 +17,14 @@ from collections.abc import Callable
 from typing import Any, cast, get_args
 
 from cupaged.engine.core import EngineCore
-from cupaged.errors import CupagedError, EngineError, QueueFullError, QueueTimeoutError
-from cupaged.outputs import FinishReason
+from cupaged.errors import (
+    CupagedError,
+    EngineError,
+    QueueFullError,
+    QueueTimeoutError,
+    SlowConsumerError,
+)
+from cupaged.outputs import CoreOutput, FinishReason
 from cupaged.server.control import ControlChannel
 from cupaged.server.engine_calls import EngineCalls
 from cupaged.server.engine_connection import MAX_BUFFERED_BYTES, Connection, LiveRequest
@@ -33,6 +39,7 @@ from cupaged.server.wire_forms import (
 )
 
 STATS_SECONDS = 1.0
+_SMALL_LOGPROBS = 32  # at a position
 MAX_FAILURES = 5  # steps that fail in a row before the process gives up
 _logger = logging.getLogger(__name__)
 _NUMBER = (int, float, type(None))
@@ -160,7 +167,9 @@ class EngineLoop:
         self._num_failures = 0
         live, busy = self._live, []
         for output in outputs:
-            request = live[output.request_id]
+            request = live.get(output.request_id)
+            if request is None:  # given up a moment ago, for another sample of this step
+                continue
             rows = request.connection.rows
             if not rows:
                 busy.append(request.connection)
@@ -177,16 +186,33 @@ class EngineLoop:
             )
             request.is_fresh = False
             request.num_preemptions = output.num_preemptions
-            rows.append((request.handle, output.index, output.new_token_ids, more))
+            row = (request.handle, output.index, output.new_token_ids, more)
+            if not _is_large(output):
+                rows.append(row)
+            elif not request.connection.is_behind:
+                request.connection.send(["step", [row]])
+            else:
+                self._give_up(request)
+                continue
             if output.finish_reason is not None:
                 self._end_samples(request, 1)
         for connection in busy:
-            connection.send_rows()
+            if connection.rows:
+                connection.send_rows()
         self._observer.step(
             self._clock() - started,
             num_computed=core.num_computed_tokens - computed,
             num_generated=core.num_generated_tokens - generated,
         )
+
+    def _give_up(self, request: LiveRequest) -> None:
+        """Its front end cannot keep up with what it brings: end it, before all others suffer."""
+        error = SlowConsumerError(
+            f"request {request.request_id}: its log probabilities are more than can be passed on "
+            "in time; the request was aborted"
+        )
+        self._abort(request)
+        request.connection.send(["failed", request.handle, error_to_wire(error)])
 
     def _tell_lost(self, error: EngineError) -> None:
         """Tell of the requests that a failed step has taken with it."""
@@ -363,3 +389,9 @@ class EngineLoop:
         elapsed = max(self._clock() - since, 0.001)
         wanted = 1 + self.core.scheduler.num_queued_reqs / 8
         return min(max(wanted * elapsed / moved, 0.1), 30.0) if moved else 30.0
+
+
+def _is_large(output: CoreOutput) -> bool:
+    """Whether its log probabilities fill a message of their own."""
+    told = output.logprobs or ()
+    return bool(output.prompt_logprobs) or any(len(p.token_ids) > _SMALL_LOGPROBS for p in told)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from cupaged._version import __version__
 from cupaged.engine_args import BuiltCore, EngineArgs
 from cupaged.server import log_setup
+from cupaged.server.child_signals import leave_to_supervisor, stay
 from cupaged.server.child_start import ChildStart
 from cupaged.server.control import ControlChannel, ControlClosed, OrphanWatch
 from cupaged.server.engine_loop import EngineLoop
@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 def main(fd: int) -> int:
     """Run the process; the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the whole group
+    leave_to_supervisor()
     control = ControlChannel.inherited(fd)
     try:
         start = ChildStart.read(control)
@@ -109,6 +109,8 @@ def _obey(message: Message) -> bool:
     """What the supervisor says; true for the end."""
     if message[0] == "log_level":
         log_setup.set_level(message[1])
+    elif message[0] == "draining":
+        stay()
     return bool(message[0] == "stop")
 
 

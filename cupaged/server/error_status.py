@@ -24,8 +24,11 @@ from cupaged.server import service_errors
 DOMAIN = "cupaged"
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
-_MAX_MESSAGE_CHARS = 1000
-_MAX_STACK_CHARS = 3000  # headers of more than 8 KiB do not pass every proxy
+# Headers of more than 8 KiB in all do not pass every client and proxy; a text stands there up to
+# three times, once with each byte that is not ASCII as three characters.
+_MAX_TEXT_BYTES = 1000
+_MAX_NAME_BYTES = 256
+_MAX_STACK_CHARS = 3000
 _SHORTEST_RETRY_S = 0.1
 _DEFAULT_RETRY_S = 1.0
 
@@ -130,13 +133,13 @@ def status_of(
     if row.code is Code.INVALID_ARGUMENT:
         field, description = _violation(error, field_path)
         bad = error_details_pb2.BadRequest()
-        bad.field_violations.add(field=field, description=description)
+        bad.field_violations.add(field=_cut(field), description=_cut(description))
         details.append(bad)
     if row.resource and isinstance(error, errors.BadValueError):
         details.append(
             error_details_pb2.ResourceInfo(
                 resource_type=row.resource,
-                resource_name=str(error.value),
+                resource_name=_cut(str(error.value), _MAX_NAME_BYTES),
                 description=message,
             )
         )
@@ -165,8 +168,15 @@ def _message(error: BaseException, field_path: Callable[[str], str]) -> str:
         text = str(error)
     else:
         text = "internal error: see the server's log"
-    text = " ".join(text.split()) or type(error).__name__
-    return text if len(text) <= _MAX_MESSAGE_CHARS else text[: _MAX_MESSAGE_CHARS - 3] + "..."
+    return _cut(" ".join(text.split()) or type(error).__name__)
+
+
+def _cut(text: str, most: int = _MAX_TEXT_BYTES) -> str:
+    """A text of at most that many bytes."""
+    data = text[:most].encode("utf-8", "replace")
+    if len(text) <= most and len(data) <= most:
+        return text
+    return data[: most - 3].decode("utf-8", "ignore") + "..."
 
 
 def _violation(error: BaseException, field_path: Callable[[str], str]) -> tuple[str, str]:

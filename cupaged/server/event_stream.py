@@ -168,8 +168,7 @@ class EventStream:
         """New tokens of samples, and their ends."""
         messages = []
         for completion in moved:
-            delta = self._responses.delta(completion)
-            if delta is not None:
+            for delta in self._responses.deltas(completion):
                 data = delta.SerializeToString()
                 self._meter.wrote(len(data))
                 messages.append(data)

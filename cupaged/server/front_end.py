@@ -64,7 +64,7 @@ class FrontEnd:
         model: that is served.
         client: of the engine; this object connects it and takes its callbacks.
         observers: of the requests.
-        tell: a message to the supervisor, see `AdminService`.
+        tell: a message to the supervisor: `engine_silent [whether]`, and see `AdminService`.
 
     Raises:
         ConfigError: certificates or tokens cannot be used.
@@ -82,6 +82,7 @@ class FrontEnd:
         self._model = model
         tokens = options.tokens
         self._client = client
+        self._tell = tell
         self._loads = LoadTracker()
         self._generation = GenerationService(model, client, observers)
         self._models = ModelService(model, client, self._loads, features=options.features)
@@ -101,6 +102,7 @@ class FrontEnd:
         self.admin_port = 0
         client.on_state = self._engine_changed
         client.on_stats = self._loads.observe
+        client.on_silence = self._silence_changed
 
     async def start(self) -> str:
         """Listen, before the engine is ready, too; returns the address as a client writes it.
@@ -170,5 +172,10 @@ class FrontEnd:
                 self._engine_pid = info.pid
                 self._loads.engine_started()
                 self._models.engine_ready()
-        self._health.set_serving(is_ready and self._model.is_ready)
+        self._health.set_serving(is_ready and self._model.is_ready and not self._client.is_silent)
         _logger.debug("the engine is %s %s", state.phase, state.reason)
+
+    def _silence_changed(self, is_silent: bool) -> None:
+        """An engine that hangs takes no requests, whatever else it does."""
+        self._tell("engine_silent", is_silent)
+        self._engine_changed(self._client.state)

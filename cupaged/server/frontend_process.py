@@ -12,7 +12,6 @@ import gc
 import importlib.util
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 from cupaged.errors import CupagedError
 from cupaged.server import log_setup, metrics, tracing
 from cupaged.server.auth import Tokens
+from cupaged.server.child_signals import leave_to_supervisor, stay
 from cupaged.server.child_start import ChildStart
 from cupaged.server.control import ControlChannel, ControlClosed
 from cupaged.server.engine_client import EngineClient
@@ -40,7 +40,7 @@ _logger = logging.getLogger(__name__)
 
 def main(fd: int) -> int:
     """Run the process; the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the whole group
+    leave_to_supervisor()
     control = ControlChannel.inherited(fd)
     try:
         start = ChildStart.read(control)
@@ -95,7 +95,7 @@ class FrontEndProcess:
         return self._code
 
     async def _begin_serving(self, address: str) -> None:
-        """Read the tokenizer, then tell where this front end listens."""
+        """Read the tokenizer; tell where this front end listens when it can serve."""
         settings = self._start.settings
         try:
             path = await asyncio.to_thread(local_model, settings.model)
@@ -113,6 +113,7 @@ class FrontEndProcess:
             return
         gc.collect()
         gc.freeze()  # what is loaded stays: no collection needs to look at it again
+        await self._client.wait_ready()
         self._tell("listening", address)
 
     def _hear(self) -> None:
@@ -130,6 +131,7 @@ class FrontEndProcess:
             phase, reason, restarting = values
             self._client.set_state(phase, reason, restarting)
         elif kind == "drain" and self._drain is None:
+            stay()
             self._drain = asyncio.create_task(self._end_slowly(float(values[0])))
         elif kind == "stop":
             self._ending.set()

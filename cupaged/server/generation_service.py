@@ -15,6 +15,7 @@ from typing import TypeVar
 from cupaged.errors import EngineError, InvalidParameterError, PromptError
 from cupaged.server.conversions import (
     MAX_ABORT_IDS,
+    MAX_DETOKENIZE_IDS,
     GenerationRequest,
     check_request_id,
 )
@@ -65,6 +66,7 @@ class GenerationService:
             check_numbers(text)
             answers = Responses(text, self._model.name, prepared.form, self._model.text.token_bytes)
             response = answers.whole(time.perf_counter())
+            await call.check_size(response.ByteSize())
             await call.context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id),))
             observation.finished(text, response.ByteSize())
             return response
@@ -119,7 +121,7 @@ class GenerationService:
         def tokenize() -> list[int]:
             if kind == "text":
                 special = True if given is None else given
-                return model.tokenizer.encode(request.text, add_special_tokens=special)
+                return model.encode(request.text, add_special_tokens=special)
             if kind == "chat":
                 text, token_ids = model.render(request.chat)
                 return model.tokenizer.encode(text) if given else token_ids
@@ -133,6 +135,10 @@ class GenerationService:
     async def Detokenize(self, request: pb.DetokenizeRequest, call: Call) -> pb.DetokenizeResponse:
         """Text of token ids."""
         model = self._open_model(request.model)
+        number = len(request.token_ids)
+        if number > MAX_DETOKENIZE_IDS:
+            allowed = f"a list of at most {MAX_DETOKENIZE_IDS} ids"
+            raise InvalidParameterError("token_ids", number, allowed)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
 
         def detokenize() -> str:

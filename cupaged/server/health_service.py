@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2
 
-from cupaged.errors import DrainingError
+from cupaged.errors import DrainingError, shown
 from cupaged.server.rpc import Call
 
 SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"]
@@ -49,7 +49,7 @@ class HealthService:
         """The status now; NOT_FOUND for a service that is not served."""
         if request.service not in self._services:
             await call.context.abort(
-                grpc.StatusCode.NOT_FOUND, f"service {request.service!r} is not served here"
+                grpc.StatusCode.NOT_FOUND, f"service {shown(request.service)} is not served here"
             )
         return _Status(status=self._status(request.service))
 

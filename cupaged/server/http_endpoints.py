@@ -15,7 +15,7 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedIOBase
@@ -129,17 +129,18 @@ def _listen(host: str, port: int, state: Callable[[], ServingState], page: Metri
         found = []
     if not found:
         raise ConfigError("metrics_host", host, "a host name or an address of this machine")
-    family, _, _, _, address = found[0]
-    try:
-        return _Server(family, address, state, page)
-    except PermissionError:
-        allowed = "a port that this user may listen on (1024 or more)"
-        raise ConfigError("metrics_port", port, allowed) from None
-    except OSError as error:
-        if error.errno in _NOT_OURS:
-            raise ConfigError("metrics_host", host, "an address of this machine") from None
-        allowed = f"a free port of {host} (0 takes any, -1 turns the endpoints off)"
-        raise ConfigError("metrics_port", port, allowed) from error
+    for family, _, _, _, address in found:
+        try:
+            return _Server(family, address, state, page)
+        except PermissionError:
+            allowed = "a port that this user may listen on (1024 or more)"
+            raise ConfigError("metrics_port", port, allowed) from None
+        except OSError as error:
+            if error.errno in _NOT_OURS:  # a name may have an address of IPv6 where there is none
+                continue
+            allowed = f"a free port of {host} (0 takes any, -1 turns the endpoints off)"
+            raise ConfigError("metrics_port", port, allowed) from error
+    raise ConfigError("metrics_host", host, "an address of this machine")
 
 
 class _Server(ThreadingHTTPServer):
@@ -160,6 +161,7 @@ class _Server(ThreadingHTTPServer):
         self.state = state
         self.page = page
         self._open: dict[socket.socket, float] = {}  # since when, monotonic seconds
+        self._answered: set[socket.socket] = set()  # those whose request is whole
         self._lock = threading.Lock()
         super().__init__(address, _Handler)
 
@@ -168,9 +170,18 @@ class _Server(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Give a new connection a thread, or close it at once when all are taken."""
+        """Give a new connection a thread.
+
+        When all are taken, the oldest that has not said what it wants has to go, so that those who
+        say nothing keep no probe away; without such a one the new connection is closed at once.
+        """
         with self._lock:
             full = len(self._open) >= MAX_CONNECTIONS
+            silent = next((c for c in self._open if c not in self._answered), None)
+            if full and silent is not None:
+                del self._open[silent]
+                _shut(silent)
+                full = False
             if not full:
                 self._open[request] = time.monotonic()
         if full:
@@ -195,8 +206,18 @@ class _Server(ThreadingHTTPServer):
         with self._lock:
             for connection, since in self._open.items():
                 if since <= limit:
-                    with contextlib.suppress(OSError):  # the client was faster
-                        connection.shutdown(socket.SHUT_RDWR)
+                    _shut(connection)
+
+    @contextlib.contextmanager
+    def answering(self, connection: socket.socket) -> Iterator[None]:
+        """Meanwhile the connection keeps its thread."""
+        with self._lock:
+            self._answered.add(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._answered.discard(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Called by the base class inside `except`: a client that went away is no error."""
@@ -204,6 +225,11 @@ class _Server(ThreadingHTTPServer):
             _logger.debug("an HTTP client went away", exc_info=True)
         else:
             _logger.exception("an HTTP request failed")
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the client was faster
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _TooLong(Exception):
@@ -272,6 +298,10 @@ class _Handler(BaseHTTPRequestHandler):
         raise AttributeError(name)
 
     def _answer(self) -> None:
+        with self.server.answering(self.connection):
+            self._answer_path()
+
+    def _answer_path(self) -> None:
         path = urlsplit(self.path).path
         answers = {"/metrics": self._metrics, "/livez": self._live, "/readyz": self._ready}
         if path not in answers:

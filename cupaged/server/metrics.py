@@ -25,6 +25,7 @@ from cupaged.server.metric_table import ENGINE, FRONT_END, MetricSpec
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 METHODS = ("Generate", "GenerateStream")
+_FILE_BYTES = 2**16  # of metrics; they need about a quarter of it
 
 
 def store_in(folder: str | Path, process: str) -> None:
@@ -33,16 +34,32 @@ def store_in(folder: str | Path, process: str) -> None:
     Call it once, before `FrontEndMetrics` or `EngineMetrics` is made; without it they live in
     memory.
 
+    The room for them is taken at once: on a disk that is full by then, a write to a mapped file
+    without blocks of its own would end the process with SIGBUS.
+
     Args:
         folder: an existing folder that all processes of one server share and no other uses.
         process: unique among the living ones, without "_": "engine", "frontend-1". A process that
             is started again under the same name goes on with its predecessor's counters, so that
             they never fall and files do not pile up.
+
+    Raises:
+        OSError: the disk is full.
     """
     assert "_" not in process, "the reader of the files splits their names at '_'"
+    for kind in ("counter", "gauge_livesum", "histogram"):
+        _take_room(Path(folder) / f"{kind}_{process}.db")
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
     make = cast(Callable[..., Any], values.MultiProcessValue)  # it has no annotations
     values.ValueClass = make(process_identifier=lambda: process)
+
+
+def _take_room(path: Path) -> None:
+    with path.open("ab") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, _FILE_BYTES)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def process_died(folder: str | Path, process: str) -> None:

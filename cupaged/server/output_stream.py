@@ -16,6 +16,7 @@ from cupaged.server.wire_forms import logprobs_from_wire
 
 Row = tuple[int, list[int], dict[str, Any] | None]  # sample, new tokens, what else there is
 T = TypeVar("T")
+_LOGPROBS_OF_A_TOKEN = 32  # more of them count as further tokens of the bound
 
 
 class OutputStream:
@@ -150,10 +151,16 @@ class OutputStream:
 
     def push(self, index: int, tokens: list[int], more: dict[str, Any] | None) -> None:
         """Take a row of a step."""
+        if more is None and self._make is not None and self.n == 1 and not self._rows:
+            # Nearly always: the reader waits, and no row of another sample can follow.
+            self._make_of([(index, tokens, None)])
+            return
         if index in self._finished:  # it was ended here before the engine knew
             return
         self._rows.append((index, tokens, more))
         self._num_pending += len(tokens)
+        if more is not None and "logprobs" in more:
+            self._num_pending += sum(len(p[0]) for p in more["logprobs"]) // _LOGPROBS_OF_A_TOKEN
         if more is not None and "finish_reason" in more:
             self._finished.add(index)
             if self.finished:
@@ -176,16 +183,8 @@ class OutputStream:
 
     def deliver(self) -> None:
         """Make what `made_next` has promised."""
-        waiter, make, rows = self._waiter, self._make, self._rows
-        if waiter is None or make is None or waiter.done() or not rows:
-            return
-        self._rows = []
-        self._num_pending = 0
-        self._waiter = self._make = None
-        try:
-            waiter.set_result(make(rows))
-        except Exception as error:
-            waiter.set_exception(error)
+        if self._rows and self._make is not None:
+            self._make_of(self._take())
 
     def fail(self, error: CupagedError) -> None:
         """End the stream with an error, unless it has ended."""
@@ -196,6 +195,16 @@ class OutputStream:
         self._wake()
         if self.on_failure is not None:
             self._loop.call_soon(self.on_failure, error)
+
+    def _make_of(self, rows: list[Row]) -> None:
+        waiter, make = self._waiter, self._make
+        self._waiter = self._make = None
+        if waiter is None or make is None or waiter.done():
+            return  # its reader was cancelled
+        try:
+            waiter.set_result(make(rows))
+        except Exception as error:
+            waiter.set_exception(error)
 
     def _wake(self) -> None:
         waiter, self._waiter, self._make = self._waiter, None, None

@@ -58,17 +58,23 @@ def hold_port(host: str, port: int, flag: str) -> HeldPort:
     except OSError:
         raise ConfigError("host", host, "a host name or an address of this machine") from None
     sockets: list[socket.socket] = []
-    try:
-        for family, _, _, _, address in dict.fromkeys(found):
-            address = (address[0], port, *address[2:])
+    missing: OSError | None = None
+    for family, _, _, _, address in dict.fromkeys(found):
+        address = (address[0], port, *address[2:])
+        try:
             if port:
                 _bind(family, address, alone=True).close()
             sockets.append(_bind(family, address, alone=False))
             port = sockets[0].getsockname()[1]
-    except OSError as error:
-        for sock in sockets:
-            sock.close()
-        raise _refusal(error, host, port, flag) from None
+        except OSError as error:
+            if error.errno in _NOT_OURS:  # a name may have an address of IPv6 where there is none
+                missing = error
+                continue
+            for sock in sockets:
+                sock.close()
+            raise _refusal(error, host, port, flag) from None
+    if missing is not None and not sockets:
+        raise _refusal(missing, host, port, flag)
     return HeldPort(host.strip("[]"), port, tuple(sockets))
 
 

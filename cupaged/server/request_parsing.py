@@ -7,6 +7,7 @@ bytes are wrong, not where; the common case, a text that is not UTF-8, is looked
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -17,6 +18,8 @@ from cupaged.server.service_errors import MalformedRequestError
 
 M = TypeVar("M", bound=Message)
 
+# That are looked at: the search is slow, and nobody else is answered meanwhile.
+_MAX_FIELDS = 10_000
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
@@ -40,7 +43,7 @@ def parse(kind: type[M], data: bytes) -> M:
 
 
 class _Cut(Exception):
-    """The bytes end within a field, or hold none."""
+    """The bytes end within a field, hold none, or hold too many."""
 
 
 def _invalid_text(kind: Any, data: bytes) -> tuple[str, bytes] | None:
@@ -49,15 +52,19 @@ def _invalid_text(kind: Any, data: bytes) -> tuple[str, bytes] | None:
     kind: the message's descriptor.
     """
     try:
-        return _search(kind, data, "")
+        return _search(kind, data, "", iter(range(_MAX_FIELDS)))
     except _Cut:
         return None
 
 
-def _search(kind: Any, data: bytes, prefix: str) -> tuple[str, bytes] | None:
+def _search(
+    kind: Any, data: bytes, prefix: str, fields_left: Iterator[int]
+) -> tuple[str, bytes] | None:
     position = 0
     seen: Counter[int] = Counter()
     while position < len(data):
+        if next(fields_left, None) is None:
+            raise _Cut
         tag, position = _varint(data, position)
         number, wire_type = tag >> 3, tag & 7
         if wire_type == _VARINT:
@@ -76,7 +83,7 @@ def _search(kind: Any, data: bytes, prefix: str) -> tuple[str, bytes] | None:
             if field.is_repeated:
                 path += f"[{seen[number]}]"
                 seen[number] += 1
-            found = _check(field, value, path)
+            found = _check(field, value, path, fields_left)
             if found is not None:
                 return found
         else:
@@ -84,14 +91,16 @@ def _search(kind: Any, data: bytes, prefix: str) -> tuple[str, bytes] | None:
     return None
 
 
-def _check(field: FieldDescriptor, value: bytes, path: str) -> tuple[str, bytes] | None:
+def _check(
+    field: FieldDescriptor, value: bytes, path: str, fields_left: Iterator[int]
+) -> tuple[str, bytes] | None:
     if field.type == FieldDescriptor.TYPE_STRING:
         try:
             value.decode("utf-8")
         except UnicodeDecodeError:
             return path, value
     elif field.type == FieldDescriptor.TYPE_MESSAGE and field.message_type is not None:
-        return _search(field.message_type, value, f"{path}.")
+        return _search(field.message_type, value, f"{path}.", fields_left)
     return None
 
 

@@ -14,7 +14,7 @@ from cupaged.server.conversions import OutputForm
 from cupaged.server.plain_deltas import PlainDeltas
 from cupaged.v1 import generation_pb2 as pb
 
-_MAX_LOGPROBS = 16384  # log probabilities in one event about the prompt
+_MAX_LOGPROBS = 16384  # in one event: many clients take messages of at most 4 MiB
 _REASONS: dict[FinishReason, pb.FinishReason.ValueType] = {
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
@@ -63,26 +63,29 @@ class Responses:
     def prompt_logprobs(self) -> Iterator[pb.GenerateStreamResponse]:
         """The events of that name, none of them so large that it could not be sent."""
         positions = self._prompt_positions()
-        size = max(1, _MAX_LOGPROBS // max(1 + len(p.top) for p in positions))
+        size = _num_positions(self._request.prompt_logprobs or [])
         for start in range(0, len(positions), size):
             part = pb.PromptLogprobs(positions=positions[start : start + size])
             yield pb.GenerateStreamResponse(prompt_logprobs=part)
 
-    def delta(self, completion: Completion) -> pb.GenerateStreamResponse | None:
-        """What a sample has more than in the last delta, None if the caller would see nothing."""
+    def deltas(self, completion: Completion) -> Iterator[pb.GenerateStreamResponse]:
+        """What a sample has more than in the last delta: nothing if the caller would see nothing,
+        one message, or as many as its log probabilities need."""
         text, token_ids, told = completion.take()
         if not self._form.token_ids:
             token_ids = []
         if not (text or token_ids or told):
-            return None
-        response = pb.GenerateStreamResponse()
-        delta = response.delta
-        delta.index = completion.index
-        delta.text = text
-        delta.token_ids.extend(token_ids)
-        if told:
-            delta.logprobs.extend(self._positions(told))
-        return response
+            return
+        size = _num_positions(told) if told else len(token_ids) or 1
+        for start in range(0, max(len(token_ids), len(told), 1), size):
+            response = pb.GenerateStreamResponse()
+            delta = response.delta
+            delta.index = completion.index
+            delta.text, text = text, ""
+            delta.token_ids.extend(token_ids[start : start + size])
+            if told:
+                delta.logprobs.extend(self._positions(told[start : start + size]))
+            yield response
 
     def plain_delta(self, index: int, text: str, token_ids: list[int]) -> bytes:
         """The bytes of a delta without log probabilities; b"" if the caller would see nothing."""
@@ -164,6 +167,11 @@ class Responses:
             ]
             positions.append(pb.PositionLogprobs(token=tokens[0], top=tokens[1:]))
         return positions
+
+
+def _num_positions(told: Sequence[TokenLogprobs]) -> int:
+    """How many positions go into one event."""
+    return max(1, _MAX_LOGPROBS // max((len(p.token_ids) for p in told), default=1))
 
 
 def _match(completion: Completion) -> pb.StopMatch | None:

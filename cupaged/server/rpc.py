@@ -30,15 +30,17 @@ class Call:
     Attributes:
         context: gRPC's.
         num_bytes: size of the request's message.
+        max_bytes: of the answer's.
         request_id: returned to the caller; "" as long as there is none.
         field_path: finds the field that an error is about.
         facts: for the details of errors about limits.
         on_failure: told of the status, when it is not OK, and of the error, which it logs.
     """
 
-    def __init__(self, context: Context, num_bytes: int) -> None:
+    def __init__(self, context: Context, num_bytes: int, max_bytes: int = 2**31 - 1) -> None:
         self.context = context
         self.num_bytes = num_bytes
+        self.max_bytes = max_bytes
         self.request_id = ""
         self.field_path: Callable[[str], str] = lambda name: name
         self.facts: dict[str, object] = {}
@@ -51,6 +53,15 @@ class Call:
     async def write(self, message: Message) -> None:
         """Send a message of a stream."""
         await self.context.write(message.SerializeToString())
+
+    async def check_size(self, num_bytes: int) -> None:
+        """End the call if its answer is too large; as gRPC's own refusals: without an ErrorInfo."""
+        if num_bytes <= self.max_bytes:
+            return
+        text = f"SERVER: answer larger than max ({num_bytes} vs. {self.max_bytes})"
+        code = grpc.StatusCode.RESOURCE_EXHAUSTED
+        self.on_failure(RpcStatus(code, text, (), ""), CupagedError(text))
+        await self.context.abort(code, text)
 
     async def fail(self, error: Exception, *, debug: bool) -> None:
         """End the call with the status of an error; raises gRPC's AbortError."""
@@ -97,13 +108,11 @@ Method = Callable[[Any, Call], Awaitable[Any]]
 
 def _unary(method: Method, kind: type[Message], max_bytes: int, debug: bool) -> Any:
     async def handle(data: bytes, context: Context) -> bytes:
-        call = Call(context, len(data))
+        call = Call(context, len(data), max_bytes)
         try:
             response: Message = await method(parse(kind, data), call)
             answer = response.SerializeToString()
-            if len(answer) > max_bytes:  # as gRPC's own refusals: without an ErrorInfo
-                text = f"SERVER: answer larger than max ({len(answer)} vs. {max_bytes})"
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            await call.check_size(len(answer))
             return answer
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise

@@ -7,14 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cupaged.engine.text_shell import TextRequest, TextShell
-from cupaged.errors import ChatTemplateError, ContextLengthError, LoadingError, PromptError
+from cupaged.errors import (
+    ChatTemplateError,
+    ContextLengthError,
+    InvalidParameterError,
+    LoadingError,
+    PromptError,
+)
 from cupaged.loading.tokenizer import Tokenizer
 from cupaged.request import CoreRequest
+from cupaged.sampling_params import SamplingParams
 from cupaged.server.conversions import (
     GenerationRequest,
     OutputForm,
     adds_generation_prompt,
     check_salt,
+    check_sizes,
     messages_of,
     output_form,
     priority_of,
@@ -26,6 +34,9 @@ from cupaged.server.model_text import ModelText
 from cupaged.server.service_errors import UnknownModelError
 from cupaged.server.wire_forms import EngineInfo
 from cupaged.v1 import generation_pb2 as pb
+
+_USUAL_LOGPROBS = 20
+_MAX_PROMPT_LOGPROBS = 2**20  # of a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,19 +147,20 @@ class ServedModel:
         config = info.config
         facts["max_model_len"] = config.max_model_len
         facts["kv_cache_tokens"] = config.num_blocks * config.block_size
+        check_sizes(request, vocab_size=config.vocab_size, max_model_len=config.max_model_len)
         params = sampling_params(request, info.generation_defaults)
         form = output_form(request)
         timeout = queue_timeout_s(request)
         priority = priority_of(request, has_priorities=info.has_priorities)
         check_salt(request)
+        if request.WhichOneof("input") == "token_ids":
+            facts["prompt_tokens"] = len(request.token_ids.ids)
+            self._check_length(len(request.token_ids.ids))
         prompt = prompt_of(request)
         text: str | None = None
         if isinstance(prompt, pb.Chat):
             text, token_ids = self.render(prompt)
         else:
-            if not isinstance(prompt, str):
-                facts["prompt_tokens"] = len(prompt)
-                self._check_length(len(prompt))
             text, token_ids = shell.encode(prompt)
         facts["prompt_tokens"] = len(token_ids)
         self._check_length(len(token_ids))
@@ -163,6 +175,7 @@ class ServedModel:
                 f"at most {room} for a prompt of {len(token_ids)} tokens "
                 f"(max_model_len={config.max_model_len})",
             )
+        _check_prompt_logprobs(params, len(token_ids), config.vocab_size)
         core = shell.core_request(request_id, token_ids, params, priority)
         return Prepared(core, text, form, timeout)
 
@@ -183,6 +196,12 @@ class ServedModel:
             raise PromptError("messages", text, "a chat of at least one token")
         return text, token_ids
 
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; ContextLengthError if it is too long for any context."""
+        if self._shell is not None:
+            self._shell.check_text(text)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
     def _ready(self) -> tuple[EngineInfo, TextShell]:
         if self._info is None or self._shell is None:
             raise LoadingError("the model is still being loaded")
@@ -197,3 +216,13 @@ class ServedModel:
                 num_tokens,
                 f"at most {most} (max_model_len={most + 1} less one token of output)",
             )
+
+
+def _check_prompt_logprobs(params: SamplingParams, num_tokens: int, vocab_size: int) -> None:
+    """Refuse what would keep the whole front end busy for seconds. The usual 20 are never that."""
+    asked = params.prompt_logprobs
+    number = vocab_size if asked == -1 else asked or 0
+    most = max(_USUAL_LOGPROBS, _MAX_PROMPT_LOGPROBS // max(1, num_tokens) - 1)
+    if number > most:
+        allowed = f"at most {most} for a prompt of {num_tokens} tokens"
+        raise InvalidParameterError("prompt_logprobs", asked, allowed)

@@ -15,7 +15,8 @@ class ServingState:
 
     phase, reason, restarting: as in the `state` message to the children; the reason says why the
         engine is dead.
-    num_listening: front ends that accept calls.
+    num_listening: front ends that could serve at least once since they were started.
+    silent: the engine runs, and has said nothing for a minute.
     forced: a second signal came, and the children are being killed.
     """
 
@@ -23,6 +24,7 @@ class ServingState:
     reason: str = ""
     restarting: bool = False
     num_listening: int = 0
+    silent: bool = False
     forced: bool = False
 
     def why_not_live(self) -> str | None:
@@ -45,4 +47,6 @@ class ServingState:
             return f"the engine is being restarted: {self.reason or 'no reason is known'}"
         if self.num_listening < 1:
             return "no front end is listening"
+        if self.silent:
+            return "the engine does not answer"
         return None

@@ -213,8 +213,9 @@ class ServeSettings:
             if path is not None and not os.access(path, os.R_OK):
                 raise ConfigError(name, path, "a file that can be read")
         knows_clients = self.ssl_ca_certs or self.api_key_file or self.has_api_key
+        listens_on_host = self.uds is None or self.admin_port is not None
         if (
-            self.uds is None
+            listens_on_host
             and not self.insecure
             and not is_loopback(self.host)
             and not (self.has_tls and knows_clients)

@@ -46,8 +46,10 @@ ENGINE_KEYS: Mapping[str, str] = {
     "generation_config": "str",
 }
 _NOT_TO_BE_SET = ("engine", "has_api_key")
-# Set by Kubernetes for a service of the name "cupaged", whatever we think of it.
-_KUBERNETES = re.compile(r"CUPAGED_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP|SCTP).*)?)")
+# Set by Kubernetes for services named "cupaged", "cupaged-metrics", ..., whatever we think of it.
+_KUBERNETES = re.compile(
+    r"CUPAGED_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_.+)?)"
+)
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -121,13 +123,18 @@ def _from_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, _Gi
         key = variable.removeprefix(PREFIX).lower()
         if not variable.startswith(PREFIX) or variable == API_KEY_VARIABLE:
             continue
-        if key not in keys or (_KUBERNETES.fullmatch(variable) and "://" in text):
+        if key not in keys or _is_of_kubernetes(variable, text):
             near = difflib.get_close_matches(key, keys, 1, 0.75)
-            if near and key not in keys and not _KUBERNETES.fullmatch(variable):
+            if near and key not in keys and not _is_of_kubernetes(variable, text):
                 allowed = f"a known setting; perhaps {PREFIX}{near[0].upper()} is meant"
                 raise ConfigError(variable, text, allowed)
             continue
         yield key, _Given(_parsed(variable, text, keys[key]), variable)
+
+
+def _is_of_kubernetes(variable: str, text: str) -> bool:
+    is_url = variable.endswith("_PORT") and "://" in text  # a number may be a setting
+    return is_url or _KUBERNETES.fullmatch(variable) is not None
 
 
 def _refuse(place: str, key: str, value: object, path: Path) -> None:

@@ -45,6 +45,7 @@ MAX_DEATHS, DEATHS_SECONDS = 5, 60.0  # of one front end, until the server gives
 FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 1.0, 30.0  # before an engine is started again
 _STABLE_SECONDS = 60.0  # of an engine's life, after which the first backoff counts again
 _LAST_WORDS_SECONDS = 2.0  # front ends answer ENGINE_DEAD for so long
+_SAME_SECONDS = 0.3  # signals as close as that are one: `timeout` sends its own twice
 _STOP_SECONDS = 3.0  # to end after `stop`, then they are killed
 _DRAIN_GRACE_SECONDS = 5.0  # beyond what draining may take
 # What a front end says of settings that no other one would start with either.
@@ -91,6 +92,7 @@ class Supervisor:
         self._have_listened: set[int] = set()  # front ends, in this life or an earlier one
         self._has_been_ready = False
         self._is_draining = False
+        self._first_signal = (0, 0.0)  # and when it came
         self._is_announced = False
         self._ready_since = 0.0
         self._backoff = FIRST_BACKOFF_SECONDS
@@ -165,10 +167,13 @@ class Supervisor:
         if number == signal.SIGCHLD:
             return  # `_turn` looks at every child anyway
         if self._ending is None and not self._is_draining:
+            self._first_signal = (number, self._clock())
             _logger.info("%s: the server ends", signal.Signals(number).name)
             self._drain(self._settings.drain_timeout)
             return
-        if not self.state.forced and number != signal.SIGHUP:
+        first, came = self._first_signal
+        is_same = number == first and self._clock() - came < _SAME_SECONDS
+        if not self.state.forced and number != signal.SIGHUP and not is_same:
             _logger.warning("%s again: the server is killed", signal.Signals(number).name)
             self.state = replace(self.state, forced=True)
             self._ending = 128 + number
@@ -227,6 +232,7 @@ class Supervisor:
                 self._has_been_ready = True
             elif kind == "listening":
                 child.is_up = True
+                self.state = replace(self.state, silent=False)  # it looks anew
                 self._have_listened.add(child.index)
                 self._count_listening()
                 _logger.info("%s listens at %s", child.name, values[0])
@@ -235,6 +241,8 @@ class Supervisor:
                     _logger.info("asked to end by %s", child.name)
                     asked = values[0] if values else None
                     self._drain(self._settings.drain_timeout if asked is None else float(asked))
+            elif kind == "engine_silent":
+                self.state = replace(self.state, silent=bool(values[0]))
             elif kind == "log_level_set":
                 log_setup.set_level(values[0])
                 self._tell_all("log_level", values[0])
@@ -329,6 +337,8 @@ class Supervisor:
             return
         self._is_draining = True
         self._set_state("draining")
+        if self._engine is not None:
+            self._engine.send("draining")
         for child in self._front_ends.values():
             child.send("drain", timeout_s)
         if not self._front_ends:
@@ -368,7 +378,9 @@ class Supervisor:
     # ---- state ---------------------------------------------------------------------------------
 
     def _set_state(self, phase: Phase, reason: str = "", restarting: bool = False) -> None:
-        self.state = replace(self.state, phase=phase, reason=reason, restarting=restarting)
+        self.state = replace(
+            self.state, phase=phase, reason=reason, restarting=restarting, silent=False
+        )
         for child in self._front_ends.values():
             self._tell_state(child)
 

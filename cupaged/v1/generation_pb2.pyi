@@ -282,7 +282,7 @@ class Chat(_message.Message):
     """Ends the prompt with the head of the assistant's answer. Default true."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """At least one; what a template refuses beyond that, such as roles that do not alternate, is
+        """From 1 to 65536; what a template refuses beyond that, such as roles that do not alternate, is
         refused with the template's own words.
         """
 
@@ -405,16 +405,18 @@ class SamplingOptions(_message.Message):
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Only these ids are drawn. Empty: all. An id outside the vocabulary is refused."""
+        """Only these ids are drawn. Empty: all. An id outside the vocabulary is refused, and so are more
+        ids than it has.
+        """
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that are not generated. At most 64, none empty."""
+        """Texts that are not generated. At most 64, none empty, none above 4096 characters."""
 
     @_builtins.property
     def trace_decode_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The first tokens of the output, whatever would have been drawn; their log probabilities are the
-        model's. An id outside the vocabulary is refused.
+        model's. An id outside the vocabulary is refused, and so are more ids than the context has.
         """
 
     def __init__(
@@ -502,13 +504,15 @@ class StoppingOptions(_message.Message):
     """Keeps the stop string at the end of the text. Default false."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Strings that end a sample; its text is cut before the match. At most 64, none empty. Refused
-        when OutputOptions.detokenize is false.
+        """Strings that end a sample; its text is cut before the match. At most 64, none empty, none above
+        4096 characters. Refused when OutputOptions.detokenize is false.
         """
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end a sample, also with `ignore_eos`. An id outside the vocabulary is refused."""
+        """Token ids that end a sample, also with `ignore_eos`. An id outside the vocabulary is refused,
+        and so are more ids than it has.
+        """
 
     def __init__(
         self,
@@ -553,7 +557,7 @@ class OutputOptions(_message.Message):
     before penalties, biases and temperature.
     """
     prompt_logprobs: _builtins.int
-    """The same for the tokens of the prompt."""
+    """The same for the tokens of the prompt. For a long prompt, more than 20 may be refused."""
     skip_special_tokens: _builtins.bool
     """Leaves special tokens out of the text. Default true."""
     echo: _builtins.bool
@@ -1192,7 +1196,9 @@ class TokenizeRequest(_message.Message):
     model: _builtins.str
     """See GenerateRequest.model."""
     text: _builtins.str
-    """A text; empty gives only the special tokens, if any are added."""
+    """A text; empty gives only the special tokens, if any are added. One that no context could
+    hold, whatever its tokens are, is refused with CONTEXT_LENGTH_EXCEEDED.
+    """
     add_special_tokens: _builtins.bool
     """Adds the special tokens that the model expects around a text. Default true for a text and false
     for a chat, whose template writes them itself: as Generate does.
@@ -1267,7 +1273,7 @@ class DetokenizeRequest(_message.Message):
     """Leaves special tokens out. Default true."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """An id outside the vocabulary is refused. Empty gives an empty text."""
+        """At most 1048576. An id outside the vocabulary is refused. Empty gives an empty text."""
 
     def __init__(
         self,

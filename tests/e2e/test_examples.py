@@ -19,7 +19,10 @@ EXAMPLES = sorted(
     if path.stem not in ("__init__", "live_display", "demo_serve")
     and not path.stem.startswith("grpc_")  # these, and demo_serve: tests/server
 )
-BLOCKS = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+README = re.sub(  # what needs a server: tests/server
+    r"^## Serve over gRPC\n.*?(?=^## )", "", (ROOT / "README.md").read_text(), flags=re.M | re.S
+)
+BLOCKS = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", README, re.M | re.S)
 PYTHON_BLOCKS = [code for language, code in BLOCKS if language == "python"]
 COMMANDS = [
     line

@@ -70,6 +70,8 @@ def child(role: str, fd: str) -> int:
             if message[:2] == ["state", "ready"] and mode == "asking":
                 control.send("log_level_set", "debug")
                 control.send("drain_requested", 2.5)
+            if message[:2] == ["state", "ready"] and mode == "complaining":
+                control.send("engine_silent", True)
             if message[0] == "stop" and mode != "deaf":
                 return 0
             if message[0] == "drain" and mode == "ok":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from cupaged.server import admin_service
+from cupaged.server.engine_client import EngineClient
 from cupaged.server.front_end import FrontEndOptions
 from cupaged.v1 import admin_pb2 as pb
 from cupaged.v1 import admin_pb2_grpc
@@ -49,6 +52,15 @@ def test_drain(operated: LocalServer) -> None:
     assert (status.code, status.reason) == (Code.INVALID_ARGUMENT, "INVALID_PARAMETER")
     assert [field for field, _ in status.violations] == ["timeout"]
     assert operated.told == []
+
+
+def test_drain_with_an_engine_that_hangs(
+    operated: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin_service, "_STATS_S", 0.01)
+    monkeypatch.setattr(EngineClient, "call", lambda *args: asyncio.sleep(2 * SECONDS))
+    operated.admin().Drain(pb.DrainRequest(), timeout=SECONDS)
+    assert operated.told.pop() == ("drain_requested", 12.5)
 
 
 def test_log_levels(operated: LocalServer) -> None:

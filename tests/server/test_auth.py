@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,17 @@ def test_strangers(guarded: LocalServer, value: str | None, reason: str) -> None
         assert status.domain == "cupaged"
         assert "token" in status.message.lower() and "wrong" not in status.message
     assert guarded.told == []
+
+
+def test_strangers_stand_in_the_log_and_their_tokens_do_not(
+    guarded: LocalServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "cupaged.server.auth"):
+        failure(lambda: guarded.generation.Generate(request(), **bearing("Bearer secret-guess")))
+    [line] = caplog.messages
+    start = r"refused /cupaged.v1.GenerationService/Generate of ipv[46]:\S+: the server does not"
+    assert re.match(start, line)
+    assert "guess" not in line
 
 
 @pytest.mark.parametrize(

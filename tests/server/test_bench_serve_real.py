@@ -47,8 +47,9 @@ def test_all_tokens_are_counted(
     path = tmp_path / "result.json"
     code = main(
         [
-            "bench", "serve", "--address", address, "--num-prompts", "6", "--random-input-len", "20",
-            "--random-output-len", "15", "--random-range-ratio", "0.3", "--max-concurrency", "3",
+            "bench", "serve", "--address", address, "--num-prompts", "6",
+            "--random-input-len", "20", "--random-output-len", "15",
+            "--random-range-ratio", "0.3", "--max-concurrency", "3",
             "--num-warmups", "1", "--save-result", "--save-detailed",
             "--result-filename", str(path),
         ]

@@ -7,6 +7,7 @@ import http.client
 import logging
 import re
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from cupaged.errors import ConfigError
 from cupaged.server import http_endpoints
 from cupaged.server.http_endpoints import HttpEndpoints, start
 from cupaged.server.metrics import SupervisorMetrics
+from cupaged.server.metrics_page import MetricsPage
 from cupaged.server.serving_state import ServingState
 
 LOADED = ServingState("ready", num_listening=1)
@@ -248,18 +250,41 @@ def test_a_dribbling_client_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     server.endpoints.close()
 
 
+def test_who_says_nothing_makes_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_endpoints, "MAX_CONNECTIONS", 2)
+    server = Server(tmp_path)
+    address = server.endpoints.address
+    with socket.create_connection(address) as first, socket.create_connection(address) as second:
+        assert server.ask("/livez")[0] == 200
+        assert received(first) == b""  # the oldest
+        second.sendall(b"GET /livez HTTP/1.1\r\n\r\n")
+        assert received(second).endswith(b"\r\n\r\nalive\n")
+    server.endpoints.close()
+
+
 def test_connections_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(http_endpoints, "MAX_CONNECTIONS", 2)
     server = Server(tmp_path)
     address = server.endpoints.address
+    render, entered, go_on = MetricsPage.render, threading.Semaphore(0), threading.Event()
+
+    def slowly(page: MetricsPage, accept: str) -> tuple[bytes, str]:
+        entered.release()
+        go_on.wait(60)
+        return render(page, accept)
+
+    monkeypatch.setattr(MetricsPage, "render", slowly)
     with socket.create_connection(address) as first, socket.create_connection(address) as second:
+        for connection in (first, second):
+            connection.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            assert entered.acquire(timeout=60)
         with socket.create_connection(address, timeout=60) as third:
             assert received(third) == b""  # closed at once, while the others are served:
+        go_on.set()
         for connection in (first, second):
-            connection.sendall(b"GET /livez HTTP/1.1\r\n\r\n")
-            assert received(connection).endswith(b"\r\n\r\nalive\n")
+            assert received(connection).startswith(b"HTTP/1.1 200")
     assert "2 HTTP connections are open: refused another one" in caplog.text
     server.endpoints.close()
 

@@ -17,6 +17,7 @@ from google.protobuf.descriptor_pb2 import (
 )
 
 from cupaged.sampling_params import MAX_BIAS, MAX_SAMPLES, MAX_STRINGS, SamplingParams
+from cupaged.server.conversions import MAX_DETOKENIZE_IDS, MAX_MESSAGES, MAX_STRING_CHARS
 from cupaged.v1 import admin_pb2, generation_pb2, model_pb2
 from tests.server.make_protos import DESCRIPTOR_SET, PROTOS, ROOT, proto_files
 
@@ -202,8 +203,11 @@ def test_the_limits_in_the_comments_are_the_real_ones(
 ) -> None:
     told = field_comments(compiled)
     for name in ("SamplingOptions.bad_words", "StoppingOptions.stop"):
-        assert f"At most {MAX_STRINGS}, none empty" in told[name][1]
+        limits = f"At most {MAX_STRINGS}, none empty, none above {MAX_STRING_CHARS} characters"
+        assert limits in " ".join(told[name][1].split())
     assert f"From 1 to {MAX_SAMPLES}" in told["SamplingOptions.n"][1]
+    assert f"From 1 to {MAX_MESSAGES}" in told["Chat.messages"][1]
+    assert f"At most {MAX_DETOKENIZE_IDS}" in told["DetokenizeRequest.token_ids"][1]
     assert f"In [-{MAX_BIAS:g}, {MAX_BIAS:g}]" in told["SamplingOptions.logit_bias"][1]
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "n"):
         default = getattr(SamplingParams(), name)

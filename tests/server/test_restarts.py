@@ -141,17 +141,20 @@ def test_the_engine_dies_for_good(tiny_model: str, folder: Path, number: signal.
 def test_a_front_end_dies_and_comes_back(one: WatchedServer) -> None:
     for number in FATAL:
         before = one.pid("frontend-1")
+        finished = Counter(one.ask_engine("stats")[0]["finished_total"])
         ends = under_load(one, kill(one, "frontend-1", number), LONG)
         assert ends == {("UNAVAILABLE", None, 0): STREAMS}  # the connection's end, not a status
         one.until(rf"(?s)process {before}.*frontend-1 has gone .* {STREAMS} requests are aborted")
         one.wait_idle()
+        (stats,) = one.ask_engine("stats")
+        assert stats["finished_total"] == {**finished, "abort": finished["abort"] + STREAMS}
         watch = watch_health(one)  # the same port
         while next(watch).status != SERVING:
             pass
         watch.cancel()
         assert one.pid("frontend-1") != before
         check_serves(one)
-    assert "is process" in one.log and one.log.count("engine is process") == 1
+    assert one.log.count("engine is process") == 1
 
 
 def test_a_front_end_stands_still(one: WatchedServer) -> None:

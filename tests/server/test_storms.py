@@ -34,10 +34,11 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def ends_of(server: WatchedServer) -> Counter[str]:
-    """Requests and their ends, as the server has counted them."""
+    """What the server has counted; `computed`: requests that the engine brought to their ends."""
     samples = server.metrics()
     success, failed = "request_success_total", "request_failed_total"
     codes = ("CANCELLED", "DEADLINE_EXCEEDED")
+    (stats,) = server.ask_engine("stats")
     given_up = sum(total(samples, failed, f'code="{code}"') for code in codes)
     return Counter(
         received=int(total(samples, "request_received_total")),
@@ -45,6 +46,7 @@ def ends_of(server: WatchedServer) -> Counter[str]:
         aborted=int(total(samples, success, 'finished_reason="abort"')),
         failed=int(total(samples, failed)),
         given_up=int(given_up),
+        computed=sum(n for end, n in stats["finished_total"].items() if end != "abort"),
     )
 
 
@@ -63,6 +65,7 @@ def run_checked(server: WatchedServer, seed: int, **sizes: int) -> Storm:
     ends = ends_of(server)
     ends.subtract(before)
     assert ends["received"] == ends["succeeded"] + ends["failed"]
+    assert ends["computed"] == 1  # nothing but the bystander went on
     num_aborted = storm.seen["abort"] + storm.early["abort"]
     assert ends["aborted"] == num_aborted
     assert ends["succeeded"] == num_aborted + 1
