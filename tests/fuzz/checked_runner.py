@@ -20,6 +20,7 @@ class CheckedRunner:
 
     `core` must be set before the first step. `failed_plan` is the last plan that failed, and
     `violation` what was wrong with a plan, which the core may have taken for a failure.
+    `had_suspects`: a step of several requests has failed.
     """
 
     core: EngineCore
@@ -36,6 +37,7 @@ class CheckedRunner:
         self._poison: dict[str, bool] = {}  # requests whose steps fail, and whether at once
         self.failed_plan: StepPlan | None = None
         self.violation: AssertionError | None = None
+        self.had_suspects = False
         self.num_collected = 0
 
     def poison(self, request_id: str, *, at_submit: bool) -> None:
@@ -93,6 +95,7 @@ class CheckedRunner:
     def _failure(self, plan: StepPlan) -> PlantedError:
         """Whoever goes on after a failed step begins again."""
         self.failed_plan = plan
+        self.had_suspects |= len({e.sequence.request for e in plan.scheduled}) > 1
         self._computed.update((e.sequence, 0) for e in plan.scheduled)
         return PlantedError(f"step {plan.step_id}")
 

@@ -56,7 +56,6 @@ class TraceRun:
         self.unfinished: dict[str, Expected] = {}
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
-        self.had_suspects = False
 
     def run(self, operations: Iterable[Operation]) -> None:
         """Do everything, let it drain, and look at what is left."""
@@ -124,8 +123,7 @@ class TraceRun:
                 self._take(output)
         if self.runner.violation is not None:
             raise self.runner.violation
-        self.had_suspects |= self.core.scheduler.has_suspects
-        moved = failed or self.had_suspects or self.runner.num_collected > num_collected
+        moved = failed or self.runner.had_suspects or self.runner.num_collected > num_collected
         assert moved or not busy, "a step moved nothing on"
         self.check()
 
@@ -182,7 +180,7 @@ class TraceRun:
             most = -(-sequence.num_tokens // self.config.block_size)
             assert len(manager.blocks_of(sequence.order)) <= most, "a block is held for nothing"
         head = core.scheduler.policy.peek()
-        if self.first_come and running and head is not None and not self.had_suspects:
+        if self.first_come and running and head is not None and not self.runner.had_suspects:
             assert running[-1].order < head.order, "a later arrival runs before an earlier one"
 
     def check_idle(self) -> None:
