@@ -3,15 +3,21 @@
 Several threads beside another busy process wait for each other and take many times as long.
 
 And no GPU, unless the run asks for one: what device "auto" finds must not depend on the machine.
+
+And Ctrl-C is heard: a shell starts programs in the background with that signal ignored, which they
+hand on to those that they start.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
