@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from cupaged.sampling_params import SamplingParams
 
 _ANSWER_SHARE = 4  # a quarter of the context is kept free for the answer
+DESCRIPTION = (
+    "Each line of input is a message; the answer is printed as it comes. At a terminal a line "
+    "that ends with a backslash goes on in the next one, Ctrl-C stops an answer (and at the "
+    "prompt the program), Ctrl-D ends the conversation, and /help lists the commands. When the "
+    "context is full the oldest turns are dropped, with a notice."
+)
 
 
 def add_parser(verbs: Any) -> None:
@@ -34,23 +40,25 @@ def add_parser(verbs: Any) -> None:
         "chat",
         help="talk with a model",
         usage="cupaged chat [MODEL] [--system TEXT] [options]",
-        description="Each line of input is a message; the answer is printed as it comes. At a "
-        "terminal a line that ends with a backslash goes on in the next one, Ctrl-C stops an "
-        "answer (and at the prompt the program), Ctrl-D ends the conversation, and /help lists "
-        "the commands. When the context is full the oldest turns are dropped, with a notice.",
+        description=DESCRIPTION,
         example='cupaged chat --system "Answer in one sentence." --temperature 0.7',
     )
     add_model(parser)
+    add_talk_options(parser)
+    add_chat_template(parser)
+    add_sampling_options(parser)
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def add_talk_options(parser: argparse.ArgumentParser) -> None:
+    """How a talk begins."""
     parser.add_argument(
         "--system", metavar="TEXT", type=utf8_text, help="system message that opens the talk"
     )
     parser.add_argument(
         "-q", "--quick", metavar="TEXT", type=utf8_text, help="answer this message and end"
     )
-    add_chat_template(parser)
-    add_sampling_options(parser)
-    add_engine_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from cupaged.cli.chat import DESCRIPTION, add_talk_options
 from cupaged.cli.options import add_sampling_options, token_ids
 from cupaged.cli.parser import Parser, utf8_text
 from cupaged.cli.streams import tell
@@ -117,19 +118,11 @@ def _add_chat(commands: Any) -> None:
         "chat",
         help="talk with the model of a server",
         usage="cupaged client chat [--system TEXT] [options]",
-        description="Each line of input is a message; the answer is printed as it comes. At a "
-        "terminal a line that ends with a backslash goes on in the next one, Ctrl-C stops an "
-        "answer (and at the prompt the program), Ctrl-D ends the conversation, and /help lists "
-        "the commands. When the context is full the oldest turns are dropped, with a notice.",
+        description=DESCRIPTION,
         example='cupaged client chat --system "Answer in one sentence." --temperature 0.7',
     )
     _add_connection(parser)
-    parser.add_argument(
-        "--system", metavar="TEXT", type=utf8_text, help="system message that opens the talk"
-    )
-    parser.add_argument(
-        "-q", "--quick", metavar="TEXT", type=utf8_text, help="answer this message and end"
-    )
+    add_talk_options(parser)
     add_sampling_options(parser)
     parser.set_defaults(run=_chat)
 

@@ -70,7 +70,6 @@ class Scheduler:
         if not plan.preempted:
             self._admit_waiting(plan, budget)
         if plan.scheduled:
-            self._next_step_id += 1
             self._submit(plan)
         return plan
 
@@ -108,7 +107,6 @@ class Scheduler:
             if is_done or not self._continue_alone(plan, sequence):
                 self._suspects.popleft()
         if plan.scheduled:
-            self._next_step_id += 1
             self._submit(plan)
         return plan
 
@@ -229,6 +227,7 @@ class Scheduler:
         self.policy.add_preempted(sequence)
 
     def _submit(self, plan: StepPlan) -> None:
+        self._next_step_id += 1
         for entry in plan.scheduled:
             entry.sequence.in_flight = True
         rows = [self.block_manager.row(entry.sequence.order) for entry in plan.scheduled]

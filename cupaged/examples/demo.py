@@ -13,11 +13,10 @@ import argparse
 import sys
 import time
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import mean, median
 
 from cupaged import LLM, RequestOutput, SamplingParams
-from cupaged.examples.live_display import Row, make_display
+from cupaged.examples.live_display import Row, make_display, print_next
 
 NUM_BLOCKS = 20
 MAX_MODEL_LEN = 256
@@ -164,10 +163,7 @@ def main() -> int:
     measured = run_together(llm, prompts)
     print_summary(llm, measured)
     different = run_alone(llm, prompts, measured)
-    print("\ntry next:")
-    prefix = ".venv/bin/" if Path(sys.prefix).name == ".venv" else ""
-    for command in NEXT:
-        print("  " + command.format(bin=prefix))
+    print_next(NEXT)
     return 1 if different else 0
 
 

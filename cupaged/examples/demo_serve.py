@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cupaged.client import Client, ClientError, Delta, Finished
-from cupaged.examples.live_display import Row, answer_line
+from cupaged.examples.live_display import Row, answer_line, print_next
 
 OPTIONS = ("--served-model-name", "demo", "--max-model-len", "1024", "--drain-delay", "1")
 QUESTION = "What is the capital of France?"
@@ -256,10 +256,7 @@ def main() -> int:
         except (ClientError, OSError, subprocess.SubprocessError) as error:
             print(f"{error}\nthe server's log:\n{server.log.read_text().rstrip()}", file=sys.stderr)
             return 1
-    print("\ntry next:")
-    prefix = ".venv/bin/" if Path(sys.prefix).name == ".venv" else ""
-    for command in NEXT:
-        print("  " + command.format(bin=prefix))
+    print_next(NEXT)
     return 1 if code else 0
 
 

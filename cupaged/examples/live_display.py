@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, Self, TextIO
 
 import numpy as np
@@ -20,6 +23,14 @@ _FRAMES_PER_SECOND = 12
 _PLAIN_EVERY_SECONDS = 1.0
 _FREE, _USED, _SHARED = "·", "█", "▓"
 _PLAIN_CELLS = {_FREE: ".", _USED: "#", _SHARED: "="}
+
+
+def print_next(commands: Iterable[str]) -> None:
+    """Commands to go on with; `{bin}` in them is where this Python's programs lie."""
+    print("\ntry next:")
+    prefix = ".venv/bin/" if Path(sys.prefix).name == ".venv" else ""
+    for command in commands:
+        print("  " + command.format(bin=prefix))
 
 
 @dataclass(slots=True)

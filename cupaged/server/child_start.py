@@ -1,12 +1,17 @@
-"""What a child is told first: the settings, and its own part in the server."""
+"""How a child begins: it is told the settings, and its own part in the server."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from cupaged.server import log_setup
+from cupaged.server.child_signals import leave_to_supervisor
 from cupaged.server.control import ControlChannel, ControlClosed
 from cupaged.server.settings import ServeSettings
+
+ORPHANED = 3  # exit code of a child whose supervisor is gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,3 +52,19 @@ class ChildStart:
         if kind != "settings":
             raise ControlClosed(f"the first message is {kind!r}")
         return cls(settings=ServeSettings.from_wire(settings), **part)
+
+
+def run_child(fd: int, run: Callable[[ChildStart, ControlChannel], int]) -> int:
+    """Begin, log as the settings say, and `run`; the exit code.
+
+    fd: the control channel.
+    """
+    leave_to_supervisor()
+    control = ControlChannel.inherited(fd)
+    try:
+        start = ChildStart.read(control)
+        settings = start.settings
+        log_setup.configure(start.name, log_format=settings.log_format, level=settings.log_level)
+        return run(start, control)
+    except ControlClosed:
+        return ORPHANED

@@ -19,8 +19,8 @@ from pathlib import Path
 from cupaged._version import __version__
 from cupaged.engine_args import BuiltCore, EngineArgs
 from cupaged.server import log_setup
-from cupaged.server.child_signals import leave_to_supervisor, stay
-from cupaged.server.child_start import ChildStart
+from cupaged.server.child_signals import stay
+from cupaged.server.child_start import ChildStart, run_child
 from cupaged.server.control import ControlChannel, ControlClosed, OrphanWatch
 from cupaged.server.engine_loop import EngineLoop
 from cupaged.server.engine_observer import EngineObserver, NoObserver, Observer
@@ -30,22 +30,13 @@ from cupaged.server.stats_line import StatsLine
 from cupaged.server.wire import Message, error_to_wire
 from cupaged.server.wire_forms import EngineInfo
 
-ORPHANED = 3
 _BACKLOG = 128
 _logger = logging.getLogger(__name__)
 
 
 def main(fd: int) -> int:
     """Run the process; the exit code."""
-    leave_to_supervisor()
-    control = ControlChannel.inherited(fd)
-    try:
-        start = ChildStart.read(control)
-        settings = start.settings
-        log_setup.configure(start.name, log_format=settings.log_format, level=settings.log_level)
-        return _run(start, control)
-    except ControlClosed:
-        return ORPHANED
+    return run_child(fd, _run)
 
 
 def build(settings: ServeSettings) -> tuple[BuiltCore, EngineInfo]:

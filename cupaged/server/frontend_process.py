@@ -20,8 +20,8 @@ from typing import Any
 from cupaged.errors import CupagedError
 from cupaged.server import log_setup, metrics, tracing
 from cupaged.server.auth import Tokens
-from cupaged.server.child_signals import leave_to_supervisor, stay
-from cupaged.server.child_start import ChildStart
+from cupaged.server.child_signals import stay
+from cupaged.server.child_start import ORPHANED, ChildStart, run_child
 from cupaged.server.control import ControlChannel, ControlClosed
 from cupaged.server.engine_client import EngineClient
 from cupaged.server.front_end import FrontEnd, FrontEndOptions
@@ -34,23 +34,19 @@ from cupaged.server.settings import API_KEY_VARIABLE, ServeSettings
 from cupaged.server.tls import TlsFiles
 from cupaged.server.wire import Message, error_to_wire
 
-FAILURE, ORPHANED = 1, 3
+FAILURE = 1
 _logger = logging.getLogger(__name__)
 
 
 def main(fd: int) -> int:
     """Run the process; the exit code."""
-    leave_to_supervisor()
-    control = ControlChannel.inherited(fd)
-    try:
-        start = ChildStart.read(control)
-        settings = start.settings
-        log_setup.configure(start.name, log_format=settings.log_format, level=settings.log_level)
-        if start.metrics_folder is not None:
-            metrics.store_in(start.metrics_folder, start.name)
-        return _runner()(FrontEndProcess(start, control).run())
-    except ControlClosed:
-        return ORPHANED
+    return run_child(fd, _run)
+
+
+def _run(start: ChildStart, control: ControlChannel) -> int:
+    if start.metrics_folder is not None:
+        metrics.store_in(start.metrics_folder, start.name)
+    return _runner()(FrontEndProcess(start, control).run())
 
 
 class FrontEndProcess:
