@@ -104,7 +104,7 @@ def test_a_profile_that_ends_by_itself(operated: LocalServer) -> None:
 
     def has_ended() -> bool:
         try:
-            admin.StartProfile(short, timeout=SECONDS)
+            admin.StartProfile(pb.StartProfileRequest(), timeout=SECONDS)  # this one stays
         except grpc.RpcError as error:
             assert error.code() is Code.FAILED_PRECONDITION
             return False
