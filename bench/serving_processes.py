@@ -27,8 +27,10 @@ _ROLES = {"engine_process": "engine", "frontend_process": "frontend"}
 
 
 def environment(threads: int = 1) -> dict[str, str]:
-    """Of a child: this checkout, and so many threads of BLAS."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": str(threads)}
+    """Of a child: this checkout, so many threads of BLAS, and buffers, without which a long line
+    may be cut."""
+    own = {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": ""}
+    return {**os.environ, **own}
 
 
 def cpu_seconds(pid: int) -> float:

@@ -2,7 +2,7 @@
 
 The default model is measured as the GGUF it comes in and as a folder of bfloat16 safetensors made
 of it. The limit to compare with is printed beside them: the time that the same run needs to fill as
-many bytes of fresh memory as the float32 weights take. `serve` is `cupaged serve` on the GGUF: from
+many bytes of fresh memory as the weights take. `serve` is `cupaged serve` on the GGUF: from
 its start to the moment when the health service says SERVING, and what its processes hold when
 nobody has asked them anything. Writes bench/results/startup.json.
 
@@ -29,7 +29,8 @@ from bench import report
 from bench.engine import import_seconds
 from bench.serving_processes import ServedProcess, wait_serving
 from cupaged.loading.model_files import open_model
-from cupaged.loading.weights import read_entry
+from cupaged.loading.weights import read_entry, weight_bytes
+from cupaged.ops.native_ops import NativeOps
 
 RUNS = 5
 IDLE_SECONDS = 2.0
@@ -127,19 +128,27 @@ def fresh_memory_seconds(num_bytes: int) -> float:
     return round(median(map(float, runs)), 3)
 
 
+def beside(model: str | None) -> dict[str, float]:
+    """What to compare with: the weights as they are kept, and filling as much fresh memory."""
+    files = open_model(model)
+    num_bytes = weight_bytes(files.entries, files.reader, files.form, NativeOps())
+    files.reader.close()
+    return {
+        "weights_mb": round(num_bytes / 1e6, 1),
+        "fill_fresh_memory_s": fresh_memory_seconds(num_bytes),
+    }
+
+
 def main() -> None:
     """Measure, print, write."""
-    weight_bytes = 4 * open_model(None).num_parameters  # float32 on cpu
-    results: dict[str, Any] = {"gguf": summary("")}
+    results: dict[str, Any] = {"gguf": summary("") | beside(None)}
     with tempfile.TemporaryDirectory() as folder:
         write_bfloat16(Path(folder))
-        results["bfloat16"] = summary(folder)
+        results["bfloat16"] = summary(folder) | beside(folder)
     for format_ in ("gguf", "bfloat16"):
-        peak = results[format_]["peak_growth_mb"] / (weight_bytes / 1e6)
+        peak = results[format_]["peak_growth_mb"] / results[format_]["weights_mb"]
         results[format_]["peak_over_weights"] = round(peak, 3)
     results["serve"] = serve_start()
-    results["fill_fresh_memory_s"] = fresh_memory_seconds(weight_bytes)
-    results["weights_mb"] = round(weight_bytes / 1e6)
     results["import_s"] = import_seconds("import cupaged")
     for name, value in results.items():
         print(f"{name:22} {value}")

@@ -7,8 +7,12 @@ from collections import defaultdict
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cupaged.engine.core import EngineCore
+from cupaged.ops.blas import use_threads
+from cupaged.ops.numpy_ops import NumpyWeight
+from cupaged.resources import read_resources
 
 _PART = {
     "linear": "matmul",
@@ -16,6 +20,23 @@ _PART = {
     "rope_and_cache": "attention",
     "sample": "sampling",
 }
+
+
+def _shape(weight: Any) -> tuple[int, int]:
+    """(out_features, in_features) of a packed weight of the `cpu` device."""
+    if isinstance(weight, NumpyWeight):
+        rows, columns = weight.matrix.shape
+        return rows, columns
+    return weight.out_features, weight.in_features
+
+
+def packed_bytes(timed: TimedOps) -> int:
+    """Of all weights that were multiplied with, each once."""
+    weights = {id(weight): weight for weight, _ in timed.products}.values()
+    return sum(
+        weight.matrix.nbytes if isinstance(weight, NumpyWeight) else weight.packed.nbytes
+        for weight in weights
+    )
 
 
 class TimedOps:
@@ -66,16 +87,28 @@ class TimedOps:
         core.step = timed_step  # type: ignore[method-assign]
         return timed
 
-    def replay(self) -> float:
-        """Seconds for the same matrix products, in the same order, with nothing between them."""
+    def replay(self, threads: int | None = None) -> float:
+        """Seconds of BLAS for products of the same sizes, in the same order, with nothing between.
+
+        Each weight has a float32 matrix of its own, as in a model; its numbers do not matter.
+
+        Args:
+            threads: of BLAS; None for the fastest number in a trial.
+        """
+        use_threads(threads, read_resources().cores)
+        matrices: dict[int, NDArray[np.float32]] = {}
+        for weight, _ in self.products:
+            if id(weight) not in matrices:
+                matrices[id(weight)] = np.full(_shape(weight), 0.01, np.float32)
         rows = max(m for _, m in self.products)
-        columns = max(w.matrix.shape[1] for w, _ in self.products)
+        columns = max(matrix.shape[1] for matrix in matrices.values())
         x = np.random.default_rng(0).standard_normal(rows * columns, np.float32)
-        out = np.empty(max(m * w.matrix.shape[0] for w, m in self.products), np.float32)
+        out = np.empty(max(m * len(matrices[id(w)]) for w, m in self.products), np.float32)
         start = time.perf_counter()
         for weight, m in self.products:
-            n, k = weight.matrix.shape
-            np.matmul(x[: m * k].reshape(m, k), weight.matrix.T, out=out[: m * n].reshape(m, n))
+            matrix = matrices[id(weight)]
+            n, k = matrix.shape
+            np.matmul(x[: m * k].reshape(m, k), matrix.T, out=out[: m * n].reshape(m, n))
         return time.perf_counter() - start
 
     def _timed(self, call: Any, part: str) -> Any:

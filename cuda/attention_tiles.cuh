@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common.cuh"
+#include "kv_check.cuh"
 #include "ptx.cuh"
 
 constexpr int THREADS = 128;
@@ -63,6 +64,9 @@ struct Context {
   int block_stride;   // elements from a block to the next, Hkv BLOCK_SIZE HEAD_DIM
   int begin;          // positions [begin, end) are read; others count as zeros
   int end;
+#if KV_SANITIZER
+  KVReads reads;
+#endif
 };
 
 // Starts to copy tile `tile` of a head's keys or values into a slot. What lies outside of the
@@ -90,6 +94,9 @@ __device__ __forceinline__ void load_tile(T* slot, const T* head, const Context&
       const int offset = (tile * KV_TILE + row) % BLOCK_SIZE * HEAD_DIM + start;
       const bool inside = block[j] >= 0;
       const T* from = inside ? head + ((long long)block[j] * context.block_stride + offset) : head;
+#if KV_SANITIZER
+      if (inside && start == 0) check_read(context.reads, from - head, tile * KV_TILE + row);
+#endif
       copy_async_or_zero<16>(slot + row * PITCH + start, from, inside ? 16 : 0);
     }
   }

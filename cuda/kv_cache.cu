@@ -15,8 +15,12 @@
 // so that ceil(block elements sizeof(T) / 16 / threads) blocks are one such step each. Nothing is
 // rounded.
 //
-// Define: DTYPE. Cost, bytes: 2 sizeof(T) an element; bound by memory.
+// Defines: DTYPE; KV_SANITIZER: 1, or 0 (default), without its parameters. Cost, bytes: 2 sizeof(T) an element; bound by memory.
 #include "common.cuh"
+
+#ifndef KV_SANITIZER
+#define KV_SANITIZER 0
+#endif
 
 constexpr int MAX_THREADS = 256;
 
@@ -37,10 +41,27 @@ extern "C" __global__ __launch_bounds__(MAX_THREADS) void copy_blocks(
     T* v_cache,                      // [num_blocks, v_elements]
     const int* __restrict__ copies,  // [n, 2], (source, destination)
     long long k_elements,
+#if KV_SANITIZER
+    long long v_elements,
+    int* __restrict__ slot_tags,        // [num_blocks block_size], see kv_check.cuh
+    const int* __restrict__ copy_tags,  // [n, 2]
+    int block_size,
+    int step) {
+#else
     long long v_elements) {
+#endif
   const long long pair = blockIdx.x;
   const int source = copies[2 * pair];
   const int destination = copies[2 * pair + 1];
+#if KV_SANITIZER
+  if (step >= 0 && blockIdx.y == 0 && blockIdx.z == 0) {
+    const int* from = slot_tags + (long long)source * block_size;
+    int* to = slot_tags + (long long)destination * block_size;
+    for (int i = threadIdx.x; i < block_size; i += blockDim.x) {
+      to[i] = from[i] == copy_tags[2 * pair] + i ? copy_tags[2 * pair + 1] + i : 0;
+    }
+  }
+#endif
   T* cache = blockIdx.z == 0 ? k_cache : v_cache;
   copy_block(cache, cache, destination, source, blockIdx.z == 0 ? k_elements : v_elements);
 }

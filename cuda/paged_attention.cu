@@ -37,7 +37,7 @@
 //
 // Defines: DTYPE; HEAD_DIM, a multiple of 16, at most 256; BLOCK_SIZE, a power of two, 8 to 128;
 // ROW_TILES 1, 2 or 4: ROWS is 16 times that; SLOTS 2 to 8, tiles of keys or values in shared
-// memory; WINDOW, SOFTCAP, SINKS: 1, or 0 (default), without the parameter.
+// memory; WINDOW, SOFTCAP, SINKS, KV_SANITIZER: 1, or 0 (default), without the parameters.
 //
 // Cost: positions * 2 HEAD_DIM sizeof(T) bytes a sequence, KV head and tile of rows, bound by
 // memory while rows are few; 4 HEAD_DIM FLOP a row and position.
@@ -61,6 +61,9 @@
 #endif
 #ifndef SINKS
 #define SINKS 0
+#endif
+#ifndef KV_SANITIZER
+#define KV_SANITIZER 0
 #endif
 static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM >= 16 && HEAD_DIM <= 256,
               "HEAD_DIM is a multiple of 16, at most 256");
@@ -100,7 +103,16 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void paged_attentio
 #if SOFTCAP
     float softcap,
 #endif
+#if KV_SANITIZER
+    float scale,
+    const int* __restrict__ slot_tags,  // [num_slots], see kv_check.cuh
+    const int* __restrict__ read_tags,  // [num_seqs, max_blocks]
+    int* __restrict__ report,           // [8]
+    long long num_slots,
+    int step) {
+#else
     float scale) {
+#endif
 #if !SINKS
   const T* sinks = nullptr;
 #endif
@@ -138,6 +150,12 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void paged_attentio
     context.begin = max(0, first_position + work.first_row / group - window + 1);
 #endif
     context.end = first_position + (work.first_row + work.num_rows - 1) / group + 1;
+#if KV_SANITIZER
+    const long long block_elements = (long long)num_kv_heads * BLOCK_SIZE * HEAD_DIM;
+    const int* tags = read_tags + (long long)work.sequence * max_blocks;
+    context.reads = {slot_tags, tags, report, num_slots, block_elements, max_blocks,
+                     work.sequence, step};
+#endif
 
     if (threadIdx.x < ROWS) {
       const int row = min(int(threadIdx.x), work.num_rows - 1);

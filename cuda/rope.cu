@@ -19,7 +19,7 @@
 // Rounding: float, each product and sum rounded, to T once; the cache holds the rounded keys.
 //
 // Defines: DTYPE; HEAD_DIM, even, 2 to 512; BLOCK_SIZE, a power of two, 8 to 128; ROTARY_DIM, even,
-// at most HEAD_DIM, the default.
+// at most HEAD_DIM, the default; KV_SANITIZER: 1, or 0 (default), without its parameters.
 //
 // Cost, bytes a token: (2 Hq + 5 Hkv) HEAD_DIM sizeof(T) + 4 ROTARY_DIM. Bound by memory.
 #include "common.cuh"
@@ -32,6 +32,9 @@
 #endif
 #ifndef ROTARY_DIM
 #define ROTARY_DIM HEAD_DIM
+#endif
+#ifndef KV_SANITIZER
+#define KV_SANITIZER 0
 #endif
 static_assert(HEAD_DIM % 2 == 0 && HEAD_DIM >= 2 && HEAD_DIM <= 512, "HEAD_DIM: even, 2 to 512");
 static_assert(BLOCK_SIZE >= 8 && BLOCK_SIZE <= 128 && (BLOCK_SIZE & (BLOCK_SIZE - 1)) == 0,
@@ -120,7 +123,14 @@ extern "C" __global__ __launch_bounds__(MAX_THREADS, MIN_BLOCKS) void rope_and_c
     const long long* __restrict__ slot_mapping,  // [num_tokens]
     int num_q_heads,
     int num_kv_heads,
+#if KV_SANITIZER
+    int max_positions,
+    int* __restrict__ slot_tags,         // [num_blocks BLOCK_SIZE], see kv_check.cuh
+    const int* __restrict__ write_tags,  // [num_tokens]
+    int step) {
+#else
     int max_positions) {
+#endif
   const long long token = blockIdx.x;
   const int position = positions[token];
   const long long slot = slot_mapping[token];
@@ -146,6 +156,9 @@ extern "C" __global__ __launch_bounds__(MAX_THREADS, MIN_BLOCKS) void rope_and_c
     }
   }
   if (slot < 0) return;
+#if KV_SANITIZER
+  if (threadIdx.x == 0 && step >= 0) slot_tags[slot] = write_tags[token];
+#endif
   write_slot<0, HEAD_DIM>(v_cache, values, slot, num_kv_heads);
   if constexpr (REST > 0) {  // what of a key does not turn
     write_slot<ROTARY_DIM, REST>(k_cache, keys, slot, num_kv_heads);

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from cupaged.errors import CupagedError
     from cupaged.llm import LLM
     from cupaged.outputs import CompletionOutput, RequestOutput
-    from cupaged.sampling_params import SamplingParams
+    from cupaged.sampling_params import BeamSearchParams, SamplingParams
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "CupagedError",
     "RequestOutput",
@@ -29,6 +30,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "cupaged.llm",
+    "BeamSearchParams": "cupaged.sampling_params",
     "CompletionOutput": "cupaged.outputs",
     "CupagedError": "cupaged.errors",
     "RequestOutput": "cupaged.outputs",

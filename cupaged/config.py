@@ -16,6 +16,7 @@ from cupaged.json_values import flag, integer, number
 from cupaged.rope import RopeConfig
 
 DEVICE_BLOCK_SIZES = (8, 16, 32, 64, 128)  # what kernels take
+PREFIX_CACHES = ("radix", "hash")
 BLOCK_SIZES = (1, 2, 4, *DEVICE_BLOCK_SIZES)
 
 # What transformers assumes where the config.json of a family leaves out a key. Only the families
@@ -182,6 +183,12 @@ def _flag(hf: Mapping[str, Any], key: str) -> bool:
     return flag(f"config.json: {key}", _or(hf.get(key), False))
 
 
+def check_prefix_cache(name: object) -> None:
+    """ConfigError for what is not in `PREFIX_CACHES`."""
+    if name not in PREFIX_CACHES:
+        raise ConfigError("prefix_cache", name, f"one of {', '.join(map(repr, PREFIX_CACHES))}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Limits of the engine core.
@@ -201,6 +208,13 @@ class EngineConfig:
             requests that wait; None for no limit. Preempted sequences do not count.
         max_logprobs: most logprobs a request may ask for, per token.
         max_steps_in_flight: steps submitted before the first of them is collected.
+        enable_prefix_caching: requests begin with blocks that others have computed, where their
+            tokens are equal from the first on.
+        kv_sanitizer: every step is checked for memory errors of the KV pool, at a cost.
+        num_host_blocks: KV blocks in the memory of the host, for sequences that are swapped out and
+            for what the prefix cache evicts.
+        prefix_cache: how these blocks are found: "radix", a radix tree, or "hash", a flat table of
+            chained hashes.
     """
 
     vocab_size: int
@@ -215,6 +229,10 @@ class EngineConfig:
     max_num_queued_tokens: int | None = None
     max_logprobs: int = 20
     max_steps_in_flight: int = 1
+    enable_prefix_caching: bool = True
+    kv_sanitizer: bool = False
+    num_host_blocks: int = 0
+    prefix_cache: str = "radix"
 
     def __post_init__(self) -> None:
         for name in (
@@ -233,11 +251,15 @@ class EngineConfig:
         number = isinstance(self.watermark, int | float) and not isinstance(self.watermark, bool)
         if not number or not 0 <= self.watermark < 1:
             raise ConfigError("watermark", self.watermark, "a number in [0, 1)")
+        flag("enable_prefix_caching", self.enable_prefix_caching)
+        flag("kv_sanitizer", self.kv_sanitizer)
+        check_prefix_cache(self.prefix_cache)
         for name in (
             "long_prefill_token_threshold",
             "max_num_queued_reqs",
             "max_num_queued_tokens",
             "max_logprobs",
+            "num_host_blocks",
         ):
             value = getattr(self, name)
             if value is None and name.startswith("max_num_queued"):

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import cast
 
 from cupaged.errors import ConfigError, NotSupportedError
 from cupaged.estimate import half_dtype
@@ -21,6 +22,8 @@ from cupaged.runtime.protocol import DeviceUnavailableError, Runtime
 _logger = logging.getLogger(__name__)
 
 MIB = 2**20
+CPU_KERNELS = ("auto", "native", "numpy")
+CPU_WEIGHT_DTYPES = ("auto", "float32", "bfloat16", "q8", "file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +31,11 @@ class DeviceOptions:
     """What a device needs to know.
 
     dtype: "auto" or a type. stored_dtype: what the model's configuration names.
-    threads: of matrix products on `cpu`; None to find out.
+    threads: that compute on `cpu`; None to find out.
+    cpu_kernels: what computes there: "native", "numpy", or "auto", native where it was built.
+    cpu_weight_dtype: how the native kernels keep weights, one of `CPU_WEIGHT_DTYPES`.
     gpu_memory_utilization: share of a GPU's memory that the engine may take.
+    kv_sanitizer: kernels check what they read of the KV pool.
     """
 
     dtype: str
@@ -37,6 +43,9 @@ class DeviceOptions:
     threads: int | None
     gpu_memory_utilization: float
     resources: Resources
+    kv_sanitizer: bool = False
+    cpu_kernels: str = "auto"
+    cpu_weight_dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +122,39 @@ def _open_cpu(options: DeviceOptions) -> Device:
             f"dtype={options.dtype!r} is not supported on cpu; use 'float32' or 'auto'"
         )
     resources = options.resources
-    threads = use_threads(options.threads, resources.cores)
-    description = f"{threads} BLAS threads, {_host(resources)}"
-    return Device("cpu", NumpyOps(), resources.available_bytes, True, description)
+    ops, description = _cpu_ops(options)
+    description += f", {_host(resources)}"
+    return Device("cpu", ops, resources.available_bytes, True, description)
+
+
+def _cpu_ops(options: DeviceOptions) -> tuple[Ops, str]:
+    """The operations that were asked for, or can be had, and a word about them."""
+    cores, weights = options.resources.cores, options.cpu_weight_dtype
+    if options.cpu_kernels != "numpy":
+        try:
+            from cupaged.ops.native_ops import NativeOps, use_native_threads
+        except ImportError as error:
+            missing = f"the native kernels were not built ({error})"
+            if options.cpu_kernels == "native":
+                raise DeviceUnavailableError(f"cpu_kernels='native': {missing}") from None
+            _logger.warning("%s: NumPy computes, which is slower", missing)
+        else:
+            threads, instructions = use_native_threads(options.threads, cores)
+            word = "thread" if threads == 1 else "threads"
+            return NativeOps(weights), f"{instructions} kernels, {threads} {word}"
+    if weights not in ("auto", "float32"):
+        raise NotSupportedError(
+            f"cpu_weight_dtype={weights!r} is not supported by NumPy; use 'float32' or 'auto', or "
+            "the native kernels"
+        )
+    return NumpyOps(), f"NumPy, {use_threads(options.threads, cores)} BLAS threads"
 
 
 def _open_emulated(options: DeviceOptions) -> Device:
     from cupaged.runtime.host_runtime import HostRuntime  # needs a C++ compiler only here
 
     dtype, resources = half_dtype(options.dtype, options.stored_dtype), options.resources
-    ops = _cuda_ops(HostRuntime(), dtype)
+    ops = _cuda_ops(HostRuntime(), dtype, options)
     description = f"kernels under checks, {dtype}, {_host(resources)}"
     return Device("emulated", ops, resources.available_bytes, True, description)
 
@@ -132,7 +164,7 @@ def _open_cuda(options: DeviceOptions) -> Device:
 
     dtype = half_dtype(options.dtype, options.stored_dtype)
     runtime = CuPyRuntime()
-    ops = _cuda_ops(runtime, dtype)
+    ops = _cuda_ops(runtime, dtype, options)
     memory, properties = runtime.memory_info(), runtime.properties
     available = usable_bytes(memory.total_bytes, memory.free_bytes, options.gpu_memory_utilization)
     description = (
@@ -157,9 +189,12 @@ def usable_bytes(total_bytes: int, free_bytes: int, utilization: float) -> int:
     return max(0, min(free_bytes, int(total_bytes * utilization) - used))
 
 
-def _cuda_ops(runtime: Runtime, dtype: str) -> Ops:
+def _cuda_ops(runtime: Runtime, dtype: str, options: DeviceOptions) -> Ops:
     from cupaged.ops.cuda_ops import CudaOps
+    from cupaged.ops.kv_checked_runtime import KVCheckedRuntime
 
+    if options.kv_sanitizer:
+        runtime = cast(Runtime, KVCheckedRuntime(runtime))
     ops = CudaOps(runtime, dtype)
     ops.check_compiler()  # before weights are read
     return ops

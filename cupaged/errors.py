@@ -22,7 +22,9 @@ CupagedError
 │   ├── CheckpointError        a file that is missing, cut, damaged, or holds the wrong tensors
 │   ├── TokenizerError         a tokenizer that is missing or damaged
 │   └── ChatTemplateError      a chat template that is missing, unsafe or fails
+├── TraceError                 a file of step events that is none, is damaged, or of another version
 └── EngineError                the engine itself failed; its running requests are lost
+    ├── KVSanitizerError       a step misused the KV pool; only with the KV sanitizer
     └── EngineDeadError        its process has ended
 
 A `BadValueError` keeps `name`, `value` and `allowed` apart, so that a server can report them.
@@ -161,8 +163,37 @@ class ChatTemplateError(ModelError):
     """The chat template is missing, tries to leave its sandbox, or fails."""
 
 
+class TraceError(CupagedError):
+    """A file of step events cannot be read, is none, is damaged, or is of another version."""
+
+
 class EngineError(CupagedError):
     """The engine failed in a way that is not one request's fault."""
+
+
+class KVSanitizerError(EngineError):
+    """A step was about to misuse the KV pool, or has: the engine cannot be trusted any more.
+
+    request_id: whose step; None for a copy of a block. layer: None where it holds for all.
+    block, slot: of the pool, and of the block. history: the block's last events, oldest first.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        request_id: str | None = None,
+        layer: int | None = None,
+        block: int = -1,
+        slot: int = -1,
+        history: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+        self.layer = layer
+        self.block = block
+        self.slot = slot
+        self.history = history
 
 
 class EngineDeadError(EngineError):

@@ -118,6 +118,7 @@ class Limits:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_logprobs: int = 20
+    num_host_blocks: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens"):
@@ -231,6 +232,7 @@ def step_limits(shape: Shape, limits: Limits) -> StepLimits:
         max_steps_in_flight=1,
         num_q_heads=shape.num_q_heads,
         kv_specs=shape.kv_specs,
+        num_host_blocks=limits.num_host_blocks,
     )
 
 

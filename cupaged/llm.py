@@ -21,9 +21,10 @@ from cupaged.loading.chat_template import ChatTemplate
 from cupaged.loading.template_choice import choose_template
 from cupaged.loading.tokenizer import Tokenizer
 from cupaged.outputs import EngineStats, RequestOutput
-from cupaged.sampling_params import SamplingParams
+from cupaged.sampling_params import BeamSearchParams, SamplingParams
 
 Message = dict[str, Any]
+PrefixCaching = bool | Sequence[bool | None] | None
 
 
 class LLM:
@@ -62,26 +63,66 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        prefix_caching: PrefixCaching = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; the outputs are in the prompts' order.
 
         Args:
             prompts: one prompt or a list of them: a text, {"prompt": text},
-                {"prompt_token_ids": ids}. A bare list of ids is one prompt.
+                {"prompt_token_ids": ids}. A bare list of ids is one prompt. A mapping may have a
+                "cache_salt", too: cached prefixes are shared only among requests of equal salts.
             sampling_params: one for all, or one for each; by default what
                 `get_default_sampling_params` gives.
             use_tqdm: show a progress bar where standard error is a terminal.
             priority: one a prompt, lower is served earlier; the engine's `scheduling_policy` has to
                 be "priority".
+            prefix_caching: False to compute all of a prompt and to leave nothing of it; one for
+                all, or one a prompt.
 
         Raises:
             PromptError, InvalidParameterError, CapacityError: a request cannot be served; none of
                 the call's requests is left running.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        return self._complete(prompts, params, use_tqdm, priority, prefix_caching)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        prefix_caching: PrefixCaching = None,
+    ) -> list[RequestOutput]:
+        """Search the likeliest continuations of every prompt.
+
+        Args:
+            prompts: as for `generate`.
+            params: how many beams, how long, and what a long output is worth.
+
+        Returns:
+            For each prompt its `beam_width` best outputs, best first, with `cumulative_logprob`.
+
+        Raises:
+            PromptError, InvalidParameterError, CapacityError: a request cannot be served, such as
+                more beams than the engine has sequences or blocks for; none is left running.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidParameterError("params", params, "a BeamSearchParams")
+        return self._complete(prompts, params, use_tqdm, priority, prefix_caching)
+
+    def _complete(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | BeamSearchParams,
+        use_tqdm: bool,
+        priority: Sequence[int] | None,
+        prefix_caching: PrefixCaching,
+    ) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
         with _progress_bar(len(_as_list(prompts)), use_tqdm) as bar:
-            request_ids = self._add(prompts, params, priority)
+            request_ids = self._add(prompts, params, priority, prefix_caching)
             for output in self._drain(request_ids):
                 if output.finished:
                     finished[output.request_id] = output
@@ -95,12 +136,17 @@ class LLM:
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        priority: Sequence[int] | None = None,
+        prefix_caching: PrefixCaching = None,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them.
 
         Args:
             messages: [{"role": "user", "content": "..."}, ...], or a list of such lists.
             sampling_params: by default the answer may take the rest of the context.
+            priority, prefix_caching: as for `generate`, by conversation.
+            cache_salt: of all these conversations.
 
         Raises:
             ChatTemplateError: the model has no chat template, or it refused the messages.
@@ -111,16 +157,20 @@ class LLM:
             self.render_chat(
                 cast(Sequence[Message], conversation), add_generation_prompt=add_generation_prompt
             )
+            | {"cache_salt": cache_salt}
             for conversation in conversations
         ]
         rest = {"max_tokens": None, **self.engine.generation_defaults}
         params = SamplingParams(**rest) if sampling_params is None else sampling_params
-        return self.generate(prompts, params, use_tqdm=use_tqdm)
+        return self._complete(prompts, params, use_tqdm, priority, prefix_caching)
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+        prefix_caching: PrefixCaching = None,
     ) -> Iterator[RequestOutput]:
         """Complete every prompt; give an output whenever a request has moved on.
 
@@ -128,7 +178,7 @@ class LLM:
         checked and queued at once, and those still running are aborted when the iterator is closed.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        return self._drain(self._add(prompts, params))
+        return self._drain(self._add(prompts, params, priority, prefix_caching))
 
     def abort(self, request_id: str | Sequence[str]) -> None:
         """End requests; what they have so far comes out with finish_reason "abort".
@@ -159,6 +209,15 @@ class LLM:
         """What the model's authors recommend (`generation_config.json`), else vLLM's defaults."""
         return SamplingParams(**self.engine.generation_defaults)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; requests that run go on with what they hold.
+
+        Returns:
+            True, as vLLM does where it worked.
+        """
+        self.engine.core.reset_prefix_cache()
+        return True
+
     def get_stats(self) -> EngineStats:
         """What runs, what waits, and how full the KV pool is."""
         return self.engine.core.stats()
@@ -166,12 +225,14 @@ class LLM:
     def _add(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams],
-        priority: Sequence[int] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | BeamSearchParams,
+        priority: Sequence[int] | None,
+        prefix_caching: PrefixCaching,
     ) -> list[str]:
         """Queue all of a call's requests, or none."""
         batch = _as_list(prompts)
-        if isinstance(sampling_params, SamplingParams):
+        params: list[SamplingParams | BeamSearchParams]
+        if isinstance(sampling_params, SamplingParams | BeamSearchParams):
             params = [sampling_params] * len(batch)
         else:
             params = list(sampling_params)
@@ -188,12 +249,23 @@ class LLM:
             raise InvalidParameterError(
                 "number of priorities", len(priorities), f"as many as prompts ({len(batch)})"
             )
+        if isinstance(prefix_caching, Sequence) and not isinstance(prefix_caching, str):
+            caching = list(prefix_caching)
+        else:
+            caching = [prefix_caching] * len(batch)
+        if len(caching) != len(batch):
+            raise InvalidParameterError(
+                "number of prefix_caching", len(caching), f"1 or as many as prompts ({len(batch)})"
+            )
         request_ids: list[str] = []
         try:
             with _uninterrupted():
-                for prompt, param, rank in zip(batch, params, priorities, strict=True):
+                requests = zip(batch, params, priorities, caching, strict=True)
+                for prompt, param, rank, wanted in requests:
                     request_id = str(next(self._request_ids))
-                    self.engine.add_request(request_id, prompt, param, priority=rank)
+                    self.engine.add_request(
+                        request_id, prompt, param, priority=rank, prefix_caching=wanted
+                    )
                     request_ids.append(request_id)
         except BaseException:
             with _uninterrupted():

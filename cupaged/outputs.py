@@ -6,8 +6,11 @@ token ids only, so that it can cross a process boundary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -24,21 +27,25 @@ class TokenLogprobs:
     ranks: list[int]
 
 
-@dataclass(slots=True)
-class CoreOutput:
+class CoreOutput(msgspec.Struct, gc=False):
     """New tokens of one sequence after a step of the engine core.
 
     `stop_reason` is the stop token id that ended it, None for EOS and for every other reason.
     `logprobs` has an entry a new token if the request asked, `prompt_logprobs` one for each prompt
-    token but the first, in the first output only. `num_preemptions` counts those of the request.
+    token but the first, in the first output only. `num_preemptions` counts those of the request,
+    `num_cached_tokens` the tokens of its prompt that were not computed, since others had done so.
+
+    There is one for each running sequence and step: a `msgspec.Struct` is made five times faster
+    than a dataclass, and out of the garbage collector's sight (it is in no cycle).
     """
 
     request_id: str
     index: int
     new_token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
     first_scheduled_time: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
@@ -46,7 +53,10 @@ class CoreOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of one request, in seconds on the engine's clock."""
+    """Times of one request, in seconds on the engine's clock, and what it was spared.
+
+    num_cached_tokens: tokens of the prompt whose KV was in the prefix cache, here or on the host.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None
@@ -139,7 +149,13 @@ class EngineStats:
     """A snapshot of the engine core between two steps.
 
     `kv_utilisation` is the share of the slots in used blocks that hold a token (1.0 when idle).
-    `num_queued_tokens` counts the prompt tokens of requests that have never run.
+    `num_queued_tokens` counts the prompt tokens of requests that have never run;
+    `prefix_cache_queries_total` those that were looked up in the prefix cache, and
+    `prefix_cache_hits_total` those found there. `num_swapped` of the `num_preempted` sequences have
+    their KV in the host's memory, in `num_used_host_blocks` of its `num_host_blocks`, and
+    `num_swap_preemptions_total` of the preemptions put them there. `num_kept_host_blocks` others
+    keep what was evicted from the prefix cache: `blocks_offloaded_total` were copied there, and
+    `blocks_loaded_total` came back for a request.
     """
 
     num_running: int
@@ -155,3 +171,14 @@ class EngineStats:
     generation_tokens_total: int
     finished_total: dict[str, int] = field(default_factory=dict)
     num_queued_tokens: int = 0
+    prefix_cache_queries_total: int = 0
+    prefix_cache_hits_total: int = 0
+    num_swapped: int = 0
+    num_host_blocks: int = 0
+    num_used_host_blocks: int = 0
+    num_swap_preemptions_total: int = 0
+    blocks_swapped_out_total: int = 0
+    blocks_swapped_in_total: int = 0
+    num_kept_host_blocks: int = 0
+    blocks_offloaded_total: int = 0
+    blocks_loaded_total: int = 0

@@ -1,8 +1,9 @@
 """How one request is sampled and when it stops: `SamplingParams`, checked once, then never changed.
 
-Names and defaults are those of vLLM. A name that vLLM has and this version does not build is
-accepted at its neutral value and refused with `NotSupportedError` otherwise: nothing is ignored.
-Checks that need the model (token ids against the vocabulary) belong to the engine's door.
+`BeamSearchParams` is for requests that are searched instead. Names and defaults are those of vLLM.
+A name that vLLM has and this version does not build is accepted at its neutral value and refused
+with `NotSupportedError` otherwise: nothing is ignored. Checks that need the model (token ids
+against the vocabulary) belong to the engine's door.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 from cupaged.errors import InvalidParameterError, NotSupportedError
 
@@ -20,6 +22,7 @@ MAX_STRINGS = 64  # stop strings, bad words
 MAX_INTEGER = 2**63 - 1  # what every wire format carries; far more than any context
 
 MAX_BIAS = 100.0
+MAX_LENGTH_PENALTY = 10.0  # any context to that power is a float
 
 _NOT_BUILT = {"spaces_between_special_tokens": True, "structured_outputs": None}
 
@@ -164,6 +167,77 @@ class SamplingParams:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """A search for the likeliest outputs of one request.
+
+    Args:
+        beam_width: beams that are kept at each position, and outputs that come back; in [1, 1024].
+        max_tokens: most tokens of an output, >= 1.
+        ignore_eos: go on after the model's end-of-sequence token.
+        temperature: 0; what is searched are the model's own log probabilities.
+        length_penalty: in [-10, 10]. An output is worth the sum of its log probabilities divided by
+            length ** length_penalty; the length counts output tokens, an end-of-sequence token too.
+        include_stop_str_in_output: keep the text of the end-of-sequence token.
+        early_stopping: True to end with `beam_width` finished outputs; False to end when no beam
+            can become better than the worst of them at its present length; "never" to compare
+            with what a beam can reach at `max_tokens`, where longer is better (as transformers).
+
+    Raises:
+        InvalidParameterError: a value is out of range or of the wrong type.
+        NotSupportedError: a temperature other than 0.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    early_stopping: bool | Literal["never"] = False
+
+    def __post_init__(self) -> None:
+        for name, high in (("beam_width", MAX_SAMPLES), ("max_tokens", MAX_INTEGER)):
+            object.__setattr__(self, name, _integer(name, getattr(self, name), 1, high))
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParameterError(name, getattr(self, name), "True or False")
+        if _real("temperature", self.temperature, 0.0, math.inf) != 0.0:
+            raise NotSupportedError(
+                f"temperature={_shown(self.temperature)} is not supported for beams; leave it at 0"
+            )
+        limit = MAX_LENGTH_PENALTY
+        penalty = _real("length_penalty", self.length_penalty, -limit, limit)
+        object.__setattr__(self, "length_penalty", penalty)
+        stops = self.early_stopping
+        if not isinstance(stops, bool) and not (isinstance(stops, str) and stops == "never"):
+            raise InvalidParameterError(
+                "early_stopping", self.early_stopping, "True, False or 'never'"
+            )
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        """Every parameter name, in order."""
+        return tuple(field.name for field in fields(cls))
+
+    def num_candidates(self, num_ending_ids: int) -> int:
+        """Likeliest tokens of a beam that matter: were all ending ones among them, `beam_width`
+        others would be left."""
+        return max(2, 1 + num_ending_ids) * self.beam_width
+
+    def sampling_params(self, eos_token_ids: Sequence[int]) -> SamplingParams:
+        """What is asked of each position: nothing but a report on the likeliest tokens."""
+        num_ending_ids = 0 if self.ignore_eos else len(set(eos_token_ids))
+        return SamplingParams(
+            n=self.beam_width,
+            temperature=0.0,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            logprobs=self.num_candidates(num_ending_ids),
+            include_stop_str_in_output=self.include_stop_str_in_output,
+        )
 
 
 def _shown(value: object) -> str:

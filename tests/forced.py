@@ -54,7 +54,7 @@ class LoadedModel:
     """A model and its weights, to be run under several engine configurations.
 
     Args:
-        ops: of the device; by default those of `cpu`.
+        ops: of the device; by default NumPy's.
     """
 
     def __init__(self, path: Path | None, ops: NumpyOps | CudaOps | None = None) -> None:
@@ -76,7 +76,7 @@ class LoadedModel:
 
     def config(self, **limits: Any) -> EngineConfig:
         """A configuration for the model. `limits` are fields of it."""
-        fields = {"num_blocks": 256, "max_model_len": 1024, **limits}
+        fields = {"num_blocks": 256, "max_model_len": 1024, "kv_sanitizer": True, **limits}
         return EngineConfig(vocab_size=self.files.config.vocab_size, **fields)
 
     def kv_cache_specs(self, config: EngineConfig) -> list[KVCacheSpec]:

@@ -7,7 +7,7 @@ from step to step, must stay as it was.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -88,7 +88,7 @@ def record(model: LoadedModel, asked: Sequence[Asked], *, every: int = 0, **limi
         num_steps += 1
     core.audit()
     return Run(
-        {(int(i), index): kept for (i, index), kept in runner.records.items()},
+        {(int(str(i)), index): kept for (i, index), kept in runner.records.items()},
         runner.batch_sizes,
         runner.step_tokens,
         core.stats().num_preemptions_total,
@@ -116,13 +116,14 @@ class RecordingRunner(ModelRunner):
     """The runner of the engine, which keeps what it computes."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
-        self.records: dict[tuple[str, int], Record] = {}
+        self.records: dict[tuple[Hashable, int], Record] = {}
         self.batch_sizes: list[int] = []
         self.step_tokens: list[int] = []
         self._to_host = model.to_host
         self._watched = _WatchedModel(model)
         self._draw_with = model.ops
         self._plan = StepPlan(-1)
+        self._plans: dict[int, StepPlan] = {}  # in flight
         super().__init__(
             cast(Any, self._watched),
             model.kv_cache_specs(config),
@@ -133,7 +134,7 @@ class RecordingRunner(ModelRunner):
 
     def submit(self, plan: StepPlan) -> int:
         """Compute the step, and keep what it computed."""
-        self._plan = plan
+        self._plan = self._plans[plan.step_id] = plan
         self.batch_sizes.append(len(plan.scheduled))
         self.step_tokens.append(plan.num_tokens)
         handle = super().submit(plan)
@@ -157,11 +158,15 @@ class RecordingRunner(ModelRunner):
     def collect(self, handle: int) -> StepOutput:
         """The same, with a record for each sample that is forked now."""
         output = super().collect(handle)
-        for entry in self._plan.scheduled:
-            request_id = entry.sequence.request.core.request_id
+        for entry in self._plans.pop(handle).scheduled:
+            name = self.name_of(entry.sequence.request.core)
             for index in range(entry.num_samples):
-                self.records.setdefault((request_id, entry.sequence.index + index), Record())
+                self.records.setdefault((name, entry.sequence.index + index), Record())
         return output
+
+    def name_of(self, request: CoreRequest) -> Hashable:
+        """What records are kept by, beside the sample."""
+        return request.request_id
 
     def _keep_logits_and_draw(self, logits: Any, step: StepContext) -> Any:
         rows = _bits(self._to_host(logits))
@@ -172,7 +177,7 @@ class RecordingRunner(ModelRunner):
         return self._draw_with.sample(logits, step.sampling)
 
     def _record_of(self, sequence: Any) -> Record:
-        key = (sequence.request.core.request_id, sequence.index)
+        key = (self.name_of(sequence.request.core), sequence.index)
         return self.records.setdefault(key, Record())
 
 

@@ -101,6 +101,7 @@ def write_gguf(
     spec: TinyLlama,
     *,
     kind: str = "F32",
+    kinds: Mapping[str, str] | None = None,
     architecture: str = "llama",
     changes: Mapping[str, Any] | None = None,
     extra: Mapping[str, F32] | None = None,
@@ -108,6 +109,7 @@ def write_gguf(
 ) -> Path:
     """The spec as a GGUF.
 
+    kinds: of tensors, by their names in the file, that are of another kind.
     changes: to the metadata, where None removes a key. extra: tensors beside the model's.
     quantize: stored bytes of an array, row by row.
     """
@@ -127,7 +129,8 @@ def write_gguf(
     for name, array in hf_weights(spec).items():
         num_heads = heads.get(name.split(".")[-2])
         stored = array if num_heads is None else interleaved(array, num_heads)
-        number_type = gguf.GGMLQuantizationType[kind if array.ndim == 2 else "F32"]
+        own_kind = (kinds or {}).get(gguf_name(name), kind)
+        number_type = gguf.GGMLQuantizationType[own_kind if array.ndim == 2 else "F32"]
         data = quantize(np.ascontiguousarray(stored), number_type)
         writer.add_tensor(gguf_name(name), data, raw_dtype=number_type)
     for name, array in (extra or {}).items():

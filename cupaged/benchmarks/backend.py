@@ -2,7 +2,7 @@
 
 A protocol is a class that keeps the contract of `Backend`, and a line in `BACKENDS`. Arrivals,
 limits, clocks and statistics are not its business: it sends one prepared request and says when
-messages came and how many tokens they held.
+messages came and how many tokens, or what text, they held.
 """
 
 from __future__ import annotations
@@ -12,22 +12,60 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
-from cupaged.benchmarks.datasets import ModelFacts, Sample
+from cupaged.benchmarks.datasets import CountTokens, ModelFacts, Sample
 from cupaged.errors import ConfigError, CupagedError
 
 __all__ = [
     "BACKENDS",
+    "NO_LIMIT",
     "Backend",
+    "BackendKind",
     "BackendOptions",
     "Received",
     "RequestFailed",
     "ServerFacts",
+    "ServerNotReady",
+    "ServerUnusable",
     "Usage",
+    "chosen_name",
     "make_backend",
 ]
 
-# Imported only when asked for: a backend may need a package that others do not.
-BACKENDS = {"cupaged": "cupaged.benchmarks.cupaged_backend:CupagedBackend"}
+NO_LIMIT = 2**31 - 1  # tokens of a context, where a server says nothing of it
+
+
+class BackendKind(NamedTuple):
+    """What is known of a backend before it is made.
+
+    Attributes:
+        path: module and class; imported only when asked for, as it may need a package of its own.
+        port: of its servers, where none is given.
+        takes_ids: prompts may be token ids, and the server counts tokens; otherwise they are texts,
+            and only a tokenizer on this side can make prompts of a wanted length.
+        shares_connections: many requests may be under way on one connection.
+        is_chat: the prompts are messages of a user; None where either can be sent.
+    """
+
+    path: str
+    port: int
+    takes_ids: bool = False
+    shares_connections: bool = True
+    is_chat: bool | None = False
+
+
+BACKENDS = {
+    "cupaged": BackendKind(
+        "cupaged.benchmarks.cupaged_backend:CupagedBackend", 50051, takes_ids=True, is_chat=None
+    ),
+    "openai": BackendKind(
+        "cupaged.benchmarks.openai_backend:CompletionsBackend", 8000, shares_connections=False
+    ),
+    "openai-chat": BackendKind(
+        "cupaged.benchmarks.openai_backend:ChatBackend", 8000,
+        shares_connections=False, is_chat=True,
+    ),
+    "triton": BackendKind("cupaged.benchmarks.triton_backend:TritonBackend", 8001),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +76,7 @@ class BackendOptions:
         address: where the server is, in the backend's own notation.
         model: a name that the server knows; "" for its only one.
         connections: over which the requests are spread in turn. A server with several front ends
-            gives each connection to one of them.
+            gives each connection to one of them. Of HTTP every request under way has its own.
         timeout_s: deadline of a request; None for none.
         sampling: parameters by the names of `SamplingParams`; what is absent the server chooses.
         connection: TLS and token, as keyword arguments of `cupaged.client.connection.Connection`.
@@ -60,10 +98,17 @@ class BackendOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """The model under test, and what the server says of itself; `about` goes into the results."""
+    """The model under test, and what the server says of itself.
+
+    Attributes:
+        model: what requests have to know of it.
+        about: goes into the results.
+        count_tokens: asks the server how many tokens each text has; None where it does not tell.
+    """
 
     model: ModelFacts
     about: Mapping[str, Any]
+    count_tokens: CountTokens | None = None
 
 
 class Usage(NamedTuple):
@@ -79,12 +124,22 @@ class Received(NamedTuple):
     Attributes:
         time_s: when it was there, by `time.perf_counter`.
         num_tokens: new tokens in it, by the server's count; 0 for a message without any.
-        usage: on the last message of an answer that is complete, else None.
+        usage: on the last message of an answer that is complete, if the server counts; else None.
+        text: new text, of a server that does not count the tokens of a message; `num_tokens` is 0.
     """
 
     time_s: float
     num_tokens: int
     usage: Usage | None = None
+    text: str = ""
+
+
+class ServerUnusable(CupagedError):
+    """A server that cannot be measured at all, and why."""
+
+
+class ServerNotReady(ServerUnusable):
+    """The same, but for a while only, perhaps."""
 
 
 class RequestFailed(CupagedError):
@@ -102,11 +157,9 @@ class Backend(Protocol):
         """Ask for model and server; wait up to that long for a server that is not ready.
 
         Raises:
-            CupagedError: it cannot be reached, is not ready in time, or has no such model.
+            ClientError, ServerUnusable: it cannot be reached, is not ready in time, or has no such
+                model.
         """
-
-    def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        """Tokens of each text, by the tokenizer of the model."""
 
     def prepare(self, sample: Sample, request_id: str) -> bytes:
         """All of a request that can be made before the clock runs."""
@@ -127,14 +180,36 @@ class Backend(Protocol):
         """Cancel what runs and disconnect."""
 
 
+def chosen_name(wanted: str, served: Sequence[str]) -> str:
+    """The model to ask for: the wanted one, or the only one.
+
+    Raises:
+        ServerNotReady: none is served.
+        ServerUnusable: it is not served, or there is a choice to make.
+    """
+    if not served:
+        raise ServerNotReady("the server has no model that is ready")
+    if wanted in served or (not wanted and len(served) == 1):
+        return wanted or served[0]
+    names = ", ".join(map(repr, served[:10]))
+    raise ServerUnusable(str(ConfigError("--model", wanted, f"one of {names}")))
+
+
 def make_backend(name: str, options: BackendOptions) -> Backend:
     """The backend of a name.
 
     Raises:
-        ConfigError: there is none, or an option is out of range.
+        ConfigError: there is none, its package is missing, or an option is out of range.
     """
     if name not in BACKENDS:
         raise ConfigError("--backend", name, f"one of {', '.join(BACKENDS)}")
-    module, _, kind = BACKENDS[name].partition(":")
-    make: Callable[[BackendOptions], Backend] = getattr(import_module(module), kind)
+    if options.connections > 1 and not BACKENDS[name].shares_connections:
+        allowed = f"left out with --backend {name}, which has one for each request under way"
+        raise ConfigError("--connections", options.connections, allowed)
+    module, _, kind = BACKENDS[name].path.partition(":")
+    try:
+        make: Callable[[BackendOptions], Backend] = getattr(import_module(module), kind)
+    except ModuleNotFoundError as error:
+        allowed = f"used with the package {error.name}: pip install 'cupaged[bench]'"
+        raise ConfigError("--backend", name, allowed) from None
     return make(options)

@@ -19,7 +19,15 @@ import numpy as np
 
 from cupaged.errors import ConfigError, CupagedError
 
-__all__ = ["DATASETS", "DatasetError", "DatasetOptions", "ModelFacts", "Sample", "samples_of"]
+__all__ = [
+    "DATASETS",
+    "CountTokens",
+    "DatasetError",
+    "DatasetOptions",
+    "ModelFacts",
+    "Sample",
+    "samples_of",
+]
 
 DATASETS = ("random", "sharegpt", "custom", "trace")
 # vLLM's bounds on conversations, from the PagedAttention paper's evaluation.
@@ -130,9 +138,11 @@ class DatasetOptions:
 
 
 def samples_of(
-    options: DatasetOptions, model: ModelFacts, count_tokens: CountTokens
+    options: DatasetOptions, model: ModelFacts, count_tokens: CountTokens | None
 ) -> list[Sample]:
     """The requests, at most `num_prompts`; fewer where a file has no more that fit the model.
+
+    count_tokens: of texts; only `sharegpt` needs it.
 
     Raises:
         ConfigError: lengths that the model's context does not hold.
@@ -145,6 +155,7 @@ def samples_of(
 
         return trace_samples(options, model)
     if options.name == "sharegpt":
+        assert count_tokens is not None, "who measures by texts has asked for a tokenizer"
         found = _sharegpt(options, model, count_tokens)
     else:
         found = _custom(options, model)
@@ -261,7 +272,7 @@ def _first_two(conversation: object) -> tuple[str, str] | None:
         prompt, answer = first["value"], second["value"]
     except (KeyError, TypeError, ValueError):
         return None
-    return (prompt, answer) if isinstance(prompt, str) and isinstance(answer, str) else None
+    return (prompt, answer) if _is_text(prompt) and _is_text(answer) else None
 
 
 def _custom(options: DatasetOptions, model: ModelFacts) -> Iterator[Sample]:
@@ -270,7 +281,7 @@ def _custom(options: DatasetOptions, model: ModelFacts) -> Iterator[Sample]:
     entries = list(json_lines(path, read_file(path)))
     is_chat = model.has_chat_template and not options.skip_chat_template
     for number, entry in entries:
-        if not isinstance(entry.get("prompt"), str) or not entry["prompt"]:
+        if not entry.get("prompt") or not _is_text(entry["prompt"]):
             raise DatasetError(f"{path}: line {number}: must have a text as its prompt")
         length = entry.get("output_tokens", 1)
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
@@ -280,6 +291,17 @@ def _custom(options: DatasetOptions, model: ModelFacts) -> Iterator[Sample]:
         length = options.custom_output_len or entry.get("output_tokens", 256)
         if length < model.max_model_len:
             yield Sample(entry["prompt"], length, is_chat=is_chat)
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is a text that can be sent: JSON may have half of a surrogate pair."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _shuffle(entries: list[Any], options: DatasetOptions) -> None:

@@ -32,6 +32,9 @@ class RequestRecord:
         message_times_s, message_tokens: of the messages that held tokens.
         prompt_tokens, output_tokens: the server's counts; 0 if it failed.
         error_code, error: "" if it was answered.
+        message_texts: of the messages, where the server tells texts and no tokens; then
+            `message_tokens` are filled in by `token_counts.settle`.
+        has_usage: the counts are the server's.
     """
 
     due_s: float
@@ -44,6 +47,8 @@ class RequestRecord:
     output_tokens: int = 0
     error_code: str = ""
     error: str = ""
+    message_texts: list[str] = field(default_factory=list)
+    has_usage: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +113,19 @@ async def _answered(backend: Backend, request: bytes, record: RequestRecord, sta
     """Send one request, and fill in its record."""
     record.sent_s = time.perf_counter() - start
     times, tokens = record.message_times_s, record.message_tokens
+    texts = record.message_texts
     try:
-        async for time_s, num_tokens, usage in backend.request(request):
+        async for time_s, num_tokens, usage, text in backend.request(request):
             record.end_s = time_s - start
             if num_tokens:
                 times.append(record.end_s)
                 tokens.append(num_tokens)
+            elif text:
+                times.append(record.end_s)
+                texts.append(text)
             if usage is not None:
                 record.prompt_tokens, record.output_tokens = usage
+                record.has_usage = True
     except RequestFailed as error:
         record.end_s = time.perf_counter() - start
         record.error_code, record.error = error.code, str(error)

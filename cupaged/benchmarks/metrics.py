@@ -3,9 +3,10 @@
 Of a request that was answered, with times from the client's clock:
 
 - TTFT, time to first token: from sending to the first message that holds tokens.
-- E2EL, end-to-end latency: from sending to the last message.
+- E2EL, end-to-end latency: from sending to the last message, also one that only tells of the end.
 - TPOT, time per output token: (E2EL - TTFT) / (n - 1) over its n tokens; none where n < 2. The n is
-  the server's count. A goodput limit on TPOT takes such a request for 0, as vLLM does.
+  the server's count, else that of `token_counts`. A goodput limit on TPOT takes such a request for
+  0, as vLLM does.
 - ITL, inter-token latency: from each message that holds tokens to the next, one value a gap. As in
   vLLM a gap is not divided by the tokens of the message that ends it: where a server sends several
   tokens together, ITL is what a reader waits between two pieces, and TPOT is the time of a token.
@@ -13,7 +14,7 @@ Of a request that was answered, with times from the client's clock:
 Mean, standard deviation (of the population) and percentiles (NumPy's linear method) are over all
 values of all answered requests. Throughputs divide by the time from the start of the run to the end
 of its last request. The peak of output throughput is the fullest of the seconds that begin with the
-first request; tokens are counted by the server's counts, never by messages.
+first request; tokens are counted as for TPOT.
 """
 
 from __future__ import annotations

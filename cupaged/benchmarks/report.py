@@ -29,7 +29,7 @@ _WIDTH = 50
 # A schedule is kept if 99 of 100 requests are not later than this: asyncio alone takes one or two.
 _LATE_MS = 20.0
 _BUSY_SHARE = 0.85
-_PACKAGES = ("numpy", "grpcio", "protobuf", "uvloop")
+_PACKAGES = ("numpy", "grpcio", "protobuf", "uvloop", "h11")
 
 
 class ResultError(CupagedError):
@@ -41,7 +41,8 @@ def report_lines(result: Mapping[str, Any], selection: Selection) -> list[str]:
 
     vLLM's lines in vLLM's order, and before the last one a section on the load generator.
 
-    result: of `metrics.summary`, with `request_rate` and `max_concurrency` beside it.
+    result: of `metrics.summary`, with `request_rate`, `max_concurrency` and `tokens_counted_by`
+        beside it.
     """
     lines = [_title(" Serving Benchmark Result ", "=")]
     lines.append(_line("Successful requests:", result["completed"]))
@@ -74,6 +75,7 @@ def report_lines(result: Mapping[str, Any], selection: Selection) -> list[str]:
     lines.append(_title("Load Generator", "-"))
     if result["request_rate"] != "inf":
         lines.append(_line("Request rate sent (RPS):", result["request_rate_sent"]))
+    lines.append(_line("Tokens counted by:", result["tokens_counted_by"]))
     lines.append(_line("P99 lateness (ms):", result["p99_lateness_ms"]))
     lines.append(_line("Max lateness (ms):", result["max_lateness_ms"]))
     lines.append(_line("CPU time of this client (s):", result["client_cpu_seconds"]))
@@ -99,6 +101,16 @@ def notes(result: Mapping[str, Any], errors: Sequence[str], *, scheduled: bool) 
         found.append(
             f"the load generator used {result['client_cpu_share']:.2f} of a core: it may limit "
             f"what is measured; use several processes, or fewer messages"
+        )
+    if result["tokens_counted_by"] == "messages":
+        found.append(
+            "the server does not tell how many tokens it made: each message was counted as one, "
+            "which may be too few; --tokenizer counts them by their texts"
+        )
+    if result["ended_early"]:
+        found.append(
+            f"{result['ended_early']} answers ended before their whole length: the server seems "
+            f"not to know ignore_eos"
         )
     return found + [f"failed: {error}" for error in dict.fromkeys(filter(None, errors))][:10]
 
@@ -163,6 +175,6 @@ def _title(text: str, fill: str) -> str:
     return f"{text:{fill}^{_WIDTH}}"
 
 
-def _line(label: str, value: float) -> str:
+def _line(label: str, value: float | str) -> str:
     shown = f"{value:.2f}" if isinstance(value, float) else str(value)
     return f"{label:<40} {shown}"

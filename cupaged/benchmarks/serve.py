@@ -16,9 +16,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from cupaged.benchmarks import metrics, report
+from cupaged.benchmarks import metrics, report, token_counts
 from cupaged.benchmarks.arrivals import Arrivals
 from cupaged.benchmarks.backend import (
+    BACKENDS,
     Backend,
     BackendOptions,
     RequestFailed,
@@ -29,6 +30,7 @@ from cupaged.benchmarks.datasets import DatasetOptions, Sample, samples_of
 from cupaged.benchmarks.load import LoadRun, generate_load
 from cupaged.benchmarks.metrics import Selection
 from cupaged.benchmarks.plot import check_plot_path, draw
+from cupaged.benchmarks.text_prompts import TextPrompts
 from cupaged.errors import ConfigError
 
 __all__ = ["ServeBenchmark", "ServeResult", "keep", "run"]
@@ -43,6 +45,8 @@ class ServeBenchmark:
     Args:
         backend: a name of `backend.BACKENDS`.
         server, dataset, arrivals, selection: see their classes.
+        tokenizer: name of a model whose tokenizer counts and makes texts, for a backend that takes
+            nothing else.
         max_concurrency: requests under way at once, None for no limit.
         num_warmups: how often the first request is sent before the clock runs.
         ready_wait_s: how long a server that is not ready is waited for.
@@ -63,6 +67,7 @@ class ServeBenchmark:
     dataset: DatasetOptions = field(default_factory=DatasetOptions)
     arrivals: Arrivals = field(default_factory=Arrivals)
     selection: Selection = field(default_factory=Selection)
+    tokenizer: str | None = None
     max_concurrency: int | None = None
     num_warmups: int = 0
     ready_wait_s: float = 0.0
@@ -85,6 +90,21 @@ class ServeBenchmark:
             raise ConfigError("--ready-check-timeout-sec", self.ready_wait_s, ">= 0")
         if self.plot is not None:
             check_plot_path(self.plot)
+        kind = BACKENDS.get(self.backend)
+        if kind is None:
+            return  # `make_backend` says so
+        if kind.takes_ids and self.tokenizer is not None:
+            allowed = f"left out with --backend {self.backend}, whose server counts tokens"
+            raise ConfigError("--tokenizer", self.tokenizer, allowed)
+        if not kind.takes_ids and self.tokenizer is None and self.dataset.name != "custom":
+            allowed = (
+                f"that of the model, for --dataset-name {self.dataset.name} with --backend "
+                f"{self.backend}, which takes texts"
+            )
+            raise ConfigError("--tokenizer", None, allowed)
+        if kind.is_chat and self.dataset.skip_chat_template:
+            allowed = f"left out with --backend {self.backend}, whose server applies it"
+            raise ConfigError("--skip-chat-template", True, allowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +146,13 @@ def run(
     """
     moment = datetime.now()
     backend = make_backend(benchmark.backend, benchmark.server)
+    texts = None if benchmark.tokenizer is None else TextPrompts.load(benchmark.tokenizer)
     facts = backend.facts(benchmark.ready_wait_s)
-    samples = samples_of(benchmark.dataset, facts.model, backend.count_tokens)
+    if texts is None:
+        samples = samples_of(benchmark.dataset, facts.model, facts.count_tokens)
+    else:
+        made = samples_of(benchmark.dataset, texts.describe(facts.model), texts.count)
+        samples = [texts.as_text(sample) for sample in made]
     if len(samples) < benchmark.dataset.num_prompts:
         tell(f"{benchmark.dataset.path}: has only {len(samples)} requests that fit the model")
     recorded = _recorded(samples)
@@ -155,7 +180,12 @@ def run(
     finally:
         if progress is not None:
             progress.close()
+    counted_by = token_counts.settle(done.records, samples, texts.count if texts else None)
     result = head | metrics.summary(done, benchmark.selection, benchmark.max_concurrency)
+    result |= {
+        "tokens_counted_by": counted_by,
+        "ended_early": _num_ended_early(benchmark, done, samples),
+    }
     errors = [record.error for record in done.records]
     return ServeResult(
         result,
@@ -226,6 +256,16 @@ def _refuse_failures(warm: LoadRun) -> None:
             raise RequestFailed(record.error_code, f"the warm-up failed: {record.error}")
 
 
+def _num_ended_early(benchmark: ServeBenchmark, done: LoadRun, samples: Sequence[Sample]) -> int:
+    """Answers that were to go on to their whole length and did not."""
+    if not benchmark.server.sampling.get("ignore_eos"):
+        return 0
+    return sum(
+        not record.error_code and record.has_usage and record.output_tokens < sample.max_tokens
+        for record, sample in zip(done.records, samples, strict=True)
+    )
+
+
 def _head(
     benchmark: ServeBenchmark,
     facts: ServerFacts,
@@ -242,7 +282,7 @@ def _head(
         "backend": benchmark.backend,
         "label": benchmark.label,
         "model_id": facts.model.name,
-        "tokenizer_id": facts.model.name,
+        "tokenizer_id": benchmark.tokenizer or facts.model.name,
         **benchmark.metadata,
         "num_prompts": num_requests,
         "dataset_name": benchmark.dataset.name,

@@ -53,21 +53,24 @@ def pair(text: str) -> tuple[str, str]:
 
 
 SERVER = (
-    Option("--backend", "protocol of the server (default: cupaged)",
-           {**_NAME, "default": "cupaged"}),
+    Option("--backend", "protocol of the server: cupaged, triton, openai, openai-chat "
+           "(default: cupaged)", {**_NAME, "default": "cupaged"}),
     Option("--host", "of the server (default: 127.0.0.1)", _NAME),
-    Option("--port", "of the server (default: 50051)", _INT),
-    Option("-a --address", "in place of host and port: HOST:PORT, grpcs://HOST:PORT, unix:/path",
-           {"metavar": "ADDRESS"}),
+    Option("--port", "of the server (default: 50051; triton: 8001; openai: 8000)", _INT),
+    Option("-a --address", "in place of host and port: HOST:PORT, grpcs://HOST:PORT, unix:/path; "
+           "openai: http://HOST:PORT, https://HOST:PORT/PATH", {"metavar": "ADDRESS"}),
     Option("-m --model", "of a model that it serves (default: its only one)",
            {**_NAME, "default": ""}),
+    Option("--tokenizer", "of that model: folder, .gguf file or name; needed by triton and openai, "
+           "which take texts, for all but custom", {"metavar": "MODEL"}),
     Option("--ca-file", "PEM: whom to trust; turns TLS on", _FILE),
     Option("--cert-file", "PEM: certificate of this client", _FILE),
     Option("--key-file", "PEM: its key", _FILE),
     Option("--token-file", "holds the token (default: that in CUPAGED_API_KEY)", _FILE),
     Option("--insecure", "send the token without TLS to another machine", _ON),
     Option("--connections", "over which requests are spread; a server with several front ends "
-           "gives each to one of them (default: 1)", {**_INT, "default": 1}),
+           "gives each to one of them; not with openai, which has one a request (default: 1)",
+           {**_INT, "default": 1}),
     Option("--ready-check-timeout-sec", "wait up to S for a server that is not ready "
            "(default: 0)", {**_SECONDS, "default": 0.0}),
     Option("--timeout", "deadline of each request (default: none)", _SECONDS),
@@ -131,6 +134,10 @@ REPORT = (
     Option("--request-id-prefix", "of the requests' ids (default: drawn)", _NAME),
 )  # fmt: skip
 _NOTES = {
+    "server": """\
+cupaged speaks cupaged.v1; triton speaks inference.GRPCInferenceService with
+the tensors of Triton's vLLM backend; openai asks /v1/completions, openai-chat
+/v1/chat/completions, both streamed (they need cupaged[bench]).""",
     "requests": """\
 A file of sharegpt is a list of conversations; one of custom has lines such as
 {"prompt": "...", "output_tokens": 40}. A trace is one of: a CSV file with the
@@ -175,7 +182,7 @@ def serve_benchmark(args: argparse.Namespace) -> ServeBenchmark:
     sampling = {
         option.dest: value
         for option in SAMPLING
-        if (value := getattr(args, option.dest)) not in (None, False)
+        if (value := getattr(args, option.dest)) is not None and value is not False  # 0 is a value
     }
     if args.dataset_name in ("random", "trace"):
         sampling["ignore_eos"] = True
@@ -205,6 +212,7 @@ def serve_benchmark(args: argparse.Namespace) -> ServeBenchmark:
             percentiles=args.metric_percentiles,
             goodput=dict(args.goodput or ()),
         ),
+        tokenizer=args.tokenizer,
         max_concurrency=args.max_concurrency,
         num_warmups=args.num_warmups,
         ready_wait_s=args.ready_check_timeout_sec,
@@ -221,9 +229,12 @@ def serve_benchmark(args: argparse.Namespace) -> ServeBenchmark:
 
 
 def _address(args: argparse.Namespace) -> str:
+    from cupaged.benchmarks.backend import BACKENDS
+
     if args.address is None:
         host = args.host or "127.0.0.1"
-        port = 50051 if args.port is None else args.port
+        kind = BACKENDS.get(args.backend, BACKENDS["cupaged"])
+        port = kind.port if args.port is None else args.port
         if not 0 < port < 65536:
             raise ConfigError("--port", port, "in [1, 65535]")
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

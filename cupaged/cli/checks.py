@@ -111,6 +111,27 @@ def check_products() -> Iterator[Finding]:
         yield Finding("BLAS", value)
 
 
+def check_kernels() -> Iterator[Finding]:
+    """The native kernels of the cpu device: for which processor, and that they can count."""
+    import numpy as np
+
+    name = "native kernels"
+    try:
+        from cupaged.ops.native_ops import NativeOps, use_native_threads
+    except ImportError as error:
+        advice = "NumPy computes, slower: install a wheel, or have a C++ compiler and install again"
+        yield Finding(name, f"not built: {error}", "note", advice)
+        return
+    threads, instructions = use_native_threads(None, read_resources().cores)
+    value = f"{instructions}, {threads} thread{'s' if threads != 1 else ''}"
+    ones, out, ops = np.ones((64, 64), np.float32), np.zeros((64, 64), np.float32), NativeOps()
+    ops.linear(out, ones, ops.pack_weight(ones))
+    if (out == 64).all():
+        yield Finding(name, value)
+    else:
+        yield Finding(name, value, "problem", "they multiply wrongly: use --cpu-kernels numpy")
+
+
 def check_devices() -> Iterator[Finding]:
     """Which devices this version was built for."""
     from cupaged.devices import DEVICES

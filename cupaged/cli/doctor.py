@@ -16,6 +16,7 @@ from cupaged._version import __version__
 from cupaged.cli.checks import (
     Finding,
     check_devices,
+    check_kernels,
     check_machine,
     check_products,
     check_python,
@@ -67,6 +68,7 @@ def _findings(*, offline: bool) -> Iterator[Finding]:
 
     yield from _safely("Python", check_python)
     yield from _safely("machine", check_machine)
+    yield from _safely("native kernels", check_kernels)
     yield from _safely("BLAS", check_products)
     yield from _safely("devices", check_devices)
     yield from _safely("GPU", surroundings.check_gpu)

@@ -8,9 +8,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cupaged.cli.options import (
+    BEAMS,
     add_engine_options,
+    add_groups,
     add_model,
     add_sampling_options,
+    beam_search_params,
     engine_options,
     sampling_params,
 )
@@ -21,6 +24,7 @@ from cupaged.errors import ConfigError
 
 if TYPE_CHECKING:
     from cupaged.llm import LLM
+    from cupaged.outputs import RequestOutput
     from cupaged.sampling_params import SamplingParams
 
 # Fields that only a JSON answer can show, and what they are when nobody asked for them.
@@ -55,6 +59,7 @@ def add_parser(verbs: Any) -> None:
     )
     group.add_argument("--json", action="store_true", help="print a line of JSON for each answer")
     add_sampling_options(parser, report=True)
+    add_groups(parser, BEAMS)
     add_engine_options(parser)
     parser.set_defaults(run=run)
 
@@ -64,18 +69,18 @@ def run(args: argparse.Namespace) -> int:
     from cupaged.llm import LLM
 
     params = sampling_params(args)  # a wrong one is refused before the model is read
+    beams = beam_search_params(args)
     if not args.json:
         refuse_what_only_json_shows(params)
     options = engine_options(args)
     prompts = [read() for read in args.prompts or [_standard_input]]
     llm = LLM(**options)
     params = sampling_params(args, llm.engine.generation_defaults)
-    if args.json:
-        _print_json(llm, prompts, params)
-    elif len(prompts) == 1 and params.n == 1:
+    if beams is None and not args.json and len(prompts) == params.n == 1:
         _print_stream(llm, prompts, params)
-    else:
-        _print_headed(llm, prompts, params)
+        return 0
+    outputs = llm.generate(prompts, params) if beams is None else llm.beam_search(prompts, beams)
+    (_print_json if args.json else _print_headed)(outputs)
     return 0
 
 
@@ -92,16 +97,16 @@ def _print_stream(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
     print()
 
 
-def _print_headed(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
-    for number, output in enumerate(llm.generate(prompts, params), start=1):
+def _print_headed(outputs: list[RequestOutput]) -> None:
+    for number, output in enumerate(outputs, start=1):
         for sample in output.outputs:
-            heading = f"{number}.{sample.index + 1}" if params.n > 1 else f"{number}"
+            heading = f"{number}.{sample.index + 1}" if len(output.outputs) > 1 else f"{number}"
             print(f"--- {heading} ({sample.finish_reason})")
             print(sample.text)
 
 
-def _print_json(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
-    for number, output in enumerate(llm.generate(prompts, params)):
+def _print_json(outputs: list[RequestOutput]) -> None:
+    for number, output in enumerate(outputs):
         head = {"prompt_index": number, **request_record(output)}
         for sample in output.outputs:
             sys.stdout.write(json_line({**head, **completion_record(sample)}))

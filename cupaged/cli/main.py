@@ -25,6 +25,7 @@ from cupaged.cli import (
     proto,
     pull,
     serve,
+    trace,
 )
 from cupaged.cli import run_batch as batch
 from cupaged.cli.parser import (
@@ -62,7 +63,7 @@ def build_parser() -> Parser:
     )
     modules = (
         generate, chat, complete, batch, serve, client, bench, proto, pull, models, estimate,
-        kernel, doctor, completion,
+        kernel, trace, doctor, completion,
     )  # fmt: skip
     for module in modules:
         module.add_parser(verbs)

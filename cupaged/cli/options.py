@@ -19,7 +19,7 @@ from cupaged.cli.streams import read_text
 from cupaged.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cupaged.sampling_params import SamplingParams
+    from cupaged.sampling_params import BeamSearchParams, SamplingParams
 
 MODEL_HELP = (
     "a folder with config.json and safetensors, a .gguf file, or a name on the hub "
@@ -67,6 +67,14 @@ def logit_bias(text: str) -> dict[int, float]:
         ) from None
 
 
+def early_stopping(text: str) -> bool | str:
+    """`true`, `false` or `never`."""
+    values: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
+    if text not in values:
+        raise argparse.ArgumentTypeError(f"must be true, false or never, got {text!r:.80}")
+    return values[text]
+
+
 _INT: dict[str, Any] = {"type": int, "metavar": "N"}
 _FLOAT: dict[str, Any] = {"type": float, "metavar": "X"}
 _LIKELIEST: dict[str, Any] = {"type": int, "metavar": "K"}
@@ -98,7 +106,20 @@ ENGINE = {
             "not (default: auto)",
             _NAME,
         ),
-        Option("-t --threads", "of matrix products (default: what is fastest in a trial)", _INT),
+        Option("-t --threads", "that compute on cpu (default: the cores that may be used)", _INT),
+        Option(
+            "--cpu-kernels",
+            "what computes on cpu: native, kernels built with cupaged; numpy; or auto: native "
+            "where they were built (default: auto)",
+            _NAME,
+        ),
+        Option(
+            "--cpu-weight-dtype",
+            "how the native kernels keep weights: float32; bfloat16 or q8, rounded; file, as "
+            "stored, if that is BF16, Q8_0, Q4_0 or Q4_1; or auto: so where it is one of these, "
+            "else float32 (default: auto)",
+            _NAME,
+        ),
     ),
     "KV memory": (
         Option("--block-size", "tokens of a block: 8, 16, 32, 64 or 128 (default: 16)", _INT),
@@ -114,6 +135,17 @@ ENGINE = {
             {"type": size_in_bytes, "metavar": "SIZE"},
         ),
         Option("--num-gpu-blocks-override", "blocks of the pool, whatever the memory", _INT),
+        Option(
+            "--swap-space",
+            "GiB of the host's memory for blocks of preempted sequences and for what the prefix "
+            "cache evicts (default: 0, both are computed again)",
+            _FLOAT,
+        ),
+        Option(
+            "--preemption-mode",
+            "swap, recompute, or auto: what is measured to cost less (default: auto)",
+            _NAME,
+        ),
     ),
     "scheduling": (
         Option("--max-num-seqs", "most sequences that run at once (default: 64)", _INT),
@@ -123,12 +155,41 @@ ENGINE = {
             "most tokens of one sequence in a step (default: 0, no such limit)",
             _INT,
         ),
-        Option("--scheduling-policy", "fcfs or priority (default: fcfs)", _NAME),
+        Option(
+            "--scheduling-policy",
+            "fcfs, priority, or longest-prefix: what finds most in the prefix cache first "
+            "(default: fcfs)",
+            _NAME,
+        ),
+        Option(
+            "--enable-prefix-caching",
+            "begin with KV blocks that others have computed (the default)",
+            _ON,
+        ),
+        Option(
+            "--no-enable-prefix-caching",
+            "compute every prompt from its first token",
+            _OFF,
+            "enable_prefix_caching",
+        ),
+        Option(
+            "--prefix-cache",
+            "how these blocks are found: radix, a tree of them, or hash, a table (default: radix)",
+            _NAME,
+        ),
         Option("--watermark", "share of the pool left free on admission (default: 0.01)", _FLOAT),
         Option("--max-num-queued-reqs", "most requests that wait (default: no limit)", _INT),
         Option("--max-num-queued-tokens", "most tokens that wait (default: no limit)", _INT),
         Option("--max-logprobs", "most logprobs a request may ask for (default: 20)", _INT),
         Option("--engine-seed", "draws seeds where none is given (default: 0)", _INT, "seed"),
+    ),
+    "finding faults": (
+        Option("--kv-sanitizer", "check every step for memory errors of the KV pool", _ON),
+        Option(
+            "--trace",
+            "record every step, prompts and answers included, for `cupaged trace`",
+            {"metavar": "FILE"},
+        ),
     ),
 }
 SAMPLING = {
@@ -171,7 +232,22 @@ REPORT = {
         Option("--trace-decode-token-ids", "force the first tokens of the answer", _IDS),
     ),
 }
-_NOTES = {"sampling": "What the model's authors recommend goes before these defaults."}
+BEAMS = {
+    "beam search": (
+        Option("--beam-width", "search with N beams for the N best answers", _INT),
+        Option("--length-penalty", "rank by log probability / length ** X (default: 1)", _FLOAT),
+        Option(
+            "--early-stopping",
+            "true: end with N finished answers; false: when no beam can become better at its "
+            "length; never: at any length (default: false)",
+            {"type": early_stopping, "metavar": "WHEN"},
+        ),
+    ),
+}
+_NOTES = {
+    "sampling": "What the model's authors recommend goes before these defaults.",
+    "beam search": "Instead of sampling; --max-tokens has to be given.",
+}
 DEFAULTS = {"temperature": 0.0, "max_tokens": None}
 _ALL_SAMPLING = {**SAMPLING, **REPORT}
 
@@ -235,6 +311,26 @@ def given_sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     given = given_options(args, _ALL_SAMPLING)
     number = getattr(args, "num_samples", None)
     return given if number is None else {**given, "n": number}
+
+
+def beam_search_params(args: argparse.Namespace) -> BeamSearchParams | None:
+    """What was given of a search, None if nothing was.
+
+    Raises:
+        ConfigError: an option that means nothing in a search, or without one.
+    """
+    from cupaged.sampling_params import BeamSearchParams
+
+    given, others = given_options(args, BEAMS), given_sampling_options(args)
+    if not given:
+        return None
+    for name in ("beam_width", "max_tokens"):
+        if name not in {**given, **others}:
+            raise ConfigError(name, None, "given in a beam search")
+    for name, value in others.items():
+        if name not in BeamSearchParams.field_names():
+            raise ConfigError(name, value, "left out in a beam search")
+    return BeamSearchParams(**given, **others)
 
 
 def add_groups(parser: argparse.ArgumentParser, groups: Mapping[str, tuple[Option, ...]]) -> None:

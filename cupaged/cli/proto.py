@@ -1,10 +1,9 @@
-"""`cupaged proto`: the .proto files of the gRPC service, for clients in other languages."""
+"""`cupaged proto`: the .proto files of the gRPC services, for clients in other languages."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,20 @@ from typing import Any
 from cupaged.cli.parser import Parser, nearest
 from cupaged.cli.streams import StreamError, reason
 from cupaged.errors import ConfigError
+from cupaged.server.proto_files import all_files
 
-_FOLDER = Path(__file__).resolve().parents[1] / "server" / "proto"
-_PACKAGE = "cupaged/v1"
-# A definition at the top of a file: its comment, its first line, all up to the closing brace.
-_DEFINITION = re.compile(
-    r"(?:^//[^\n]*\n)*^(?:message|enum|service) (\w+) \{(?:\}|.*?^\})\n", re.DOTALL | re.MULTILINE
-)
-_RPC = re.compile(r"^  rpc (\w+)\((\w+)\) returns \((stream )?(\w+)\)", re.MULTILINE)
+_OWN = "cupaged/v1"
 
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command."""
     parser = verbs.add_parser(
         "proto",
-        help="give the .proto files of the gRPC service",
+        help="give the .proto files of the gRPC services",
         usage="cupaged proto COMMAND [options]",
-        description="Gives the definition of the gRPC service, from which protoc or buf make "
-        "clients in other languages. Clients in Python are in cupaged.client, and the messages "
-        "in cupaged.v1.",
+        description="Gives the definitions of the gRPC services, from which protoc or buf make "
+        "clients in other languages, and which programs such as grpcurl or Envoy load as they "
+        "are. Clients in Python are in cupaged.client, and the messages in cupaged.v1.",
         example="cupaged proto export protos",
     )
     parser.set_defaults(run=lambda args: _without_command(parser))
@@ -38,6 +32,7 @@ def add_parser(verbs: Any) -> None:
         title="commands", metavar=f"{'COMMAND':14}", dest="proto_verb", prog="cupaged proto"
     )
     _add_export(commands)
+    _add_descriptors(commands)
     _add_show(commands)
 
 
@@ -50,8 +45,9 @@ def _add_export(commands: Any) -> None:
         "export",
         help="write the .proto files into a folder",
         usage="cupaged proto export DIR [--force]",
-        description=f"Writes the .proto files into DIR/{_PACKAGE}. A file that is there with "
-        "other contents is left alone, and then nothing is written.",
+        description=f"Writes the .proto files of cupaged.v1 into DIR/{_OWN}, and those of other "
+        "servers' services into DIR. A file that is there with other contents is left alone, and "
+        "then nothing is written.",
         example="cupaged proto export protos",
     )
     parser.add_argument("folder", metavar="DIR", help="where; made if it is not there")
@@ -59,10 +55,26 @@ def _add_export(commands: Any) -> None:
     parser.set_defaults(run=_export)
 
 
+def _add_descriptors(commands: Any) -> None:
+    parser = commands.add_parser(
+        "descriptors",
+        help="write all services as one descriptor set",
+        usage="cupaged proto descriptors FILE [--force]",
+        description="Writes a descriptor set of all services, also those of other servers, with "
+        "all that they import, the details of errors, and the HTTP paths of cupaged.v1: for "
+        "grpcurl, or for Envoy's gRPC-JSON transcoder. A file that is there with other contents "
+        "is left alone.",
+        example="cupaged proto descriptors cupaged.binpb",
+    )
+    parser.add_argument("file", metavar="FILE", help="where; its folder has to be there")
+    parser.add_argument("--force", action="store_true", help="replace a file that differs")
+    parser.set_defaults(run=_descriptors)
+
+
 def _add_show(commands: Any) -> None:
     parser = commands.add_parser(
         "show",
-        help="print what the service takes and gives",
+        help="print what the services take and give",
         usage="cupaged proto show [NAME]",
         description="Prints the services with their RPCs; with a name that file, service, message "
         "or enum, with the comments that tell units, defaults and what is refused.",
@@ -76,38 +88,55 @@ def _add_show(commands: Any) -> None:
 
 def _export(args: argparse.Namespace) -> int:
     folder = Path(args.folder)
-    target = folder / _PACKAGE
-    files = {target / name: text for name, text in proto_files().items()}
-    differing = [path for path, text in files.items() if _differs(path, text)]
-    if differing and not args.force:
-        raise StreamError(
-            f"{differing[0]}: is there already and differs; nothing was written; "
-            "--force replaces it"
-        )
-    target.mkdir(parents=True, exist_ok=True)
-    for path, text in files.items():
-        is_new = not path.exists()
-        if is_new or path in differing:
-            _write(path, text)
-        print(f"{'wrote' if is_new else 'replaced' if path in differing else 'unchanged'} {path}")
-    root, package = shlex.quote(str(folder)), shlex.quote(str(target))
+    files = {folder / file.name: file.text.encode() for file in all_files()}
+    _check(files, args.force)
+    (folder / _OWN).mkdir(parents=True, exist_ok=True)
+    _save(files)
+    root, package = shlex.quote(str(folder)), shlex.quote(str(folder / _OWN))
     print(f"\nfor example: protoc -I {root} --java_out=. {package}/*.proto")
     return 0
 
 
-def _differs(path: Path, text: str) -> bool:
+def _descriptors(args: argparse.Namespace) -> int:
+    from cupaged.server.descriptor_set import descriptor_set
+
+    files = {Path(args.file): descriptor_set().SerializeToString(deterministic=True)}
+    _check(files, args.force)
+    _save(files)
+    print(f"\nfor example: grpcurl -protoset {shlex.quote(args.file)} list")
+    return 0
+
+
+def _check(files: dict[Path, bytes], force: bool) -> None:
+    """Refuse to lose what stands there already."""
+    for path, data in files.items():
+        if _differs(path, data) and not force:
+            raise StreamError(
+                f"{path}: is there already and differs; nothing was written; --force replaces it"
+            )
+
+
+def _save(files: dict[Path, bytes]) -> None:
+    for path, data in files.items():
+        is_new, differs = not path.exists(), _differs(path, data)
+        if is_new or differs:
+            _write(path, data)
+        print(f"{'wrote' if is_new else 'replaced' if differs else 'unchanged'} {path}")
+
+
+def _differs(path: Path, data: bytes) -> bool:
     """True when something else stands there already."""
     try:
-        return path.read_bytes() != text.encode()
+        return path.read_bytes() != data
     except FileNotFoundError:
         return False
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, data: bytes) -> None:
     """All or nothing, also for whoever reads it meanwhile."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_text(text, encoding="utf-8", newline="\n")
+        unfinished.write_bytes(data)
         unfinished.replace(path)
     except OSError as error:
         raise StreamError(f"{path}: cannot be written: {reason(error)}") from None
@@ -120,36 +149,28 @@ def _show(args: argparse.Namespace) -> int:
     return 0
 
 
-def proto_files() -> dict[str, str]:
-    """Texts of the .proto files by their names; they are in the folder `cupaged/v1`."""
-    paths = sorted((_FOLDER / _PACKAGE).glob("*.proto"))
-    return {path.name: path.read_text(encoding="utf-8") for path in paths}
-
-
-def definitions() -> dict[str, str]:
-    """What the files define, by its name: services, messages, enums, with their comments."""
-    texts = proto_files().values()
-    return {found[1]: found[0] for text in texts for found in _DEFINITION.finditer(text)}
-
-
 def _overview() -> str:
     lines = []
-    for file, text in proto_files().items():
-        for found in _DEFINITION.finditer(text):
-            rpcs = _RPC.findall(found[0])
-            if rpcs:
-                lines.append(f"{_PACKAGE}/{file}: {found[1]}")
-                width = max(len(rpc[0]) for rpc in rpcs)
-                lines += [f"  {name:{width}}  {q} -> {s}{r}" for name, q, s, r in rpcs]
+    for file in all_files():
+        for name, rpcs in file.services().items():
+            lines.append(f"{file.name}: {name}")
+            width = max(len(rpc[0]) for rpc in rpcs)
+            lines += [f"  {rpc:{width}}  {q} -> {r}" for rpc, q, r in rpcs]
     return "\n".join(lines)
 
 
 def _text_of(name: str) -> str:
-    """A file, or a definition; ConfigError names the most like one there is."""
-    known = {**proto_files(), **definitions()}
-    plain = name.removeprefix("cupaged.v1.").removeprefix(f"{_PACKAGE}/")
-    for word in (plain, f"{plain}.proto"):
+    """A file, or a definition; ConfigError names the most like one there is.
+
+    Of definitions that share a name, that of `cupaged.v1` is meant where no package stands before.
+    """
+    known: dict[str, str] = {}
+    for file in all_files():
+        found = {file.name: file.text, file.name.rpartition("/")[2]: file.text}
+        found |= {full.rpartition(".")[2]: text for full, text in file.definitions().items()}
+        known = {**found, **file.definitions(), **known}
+    for word in (name, f"{name}.proto"):
         if word in known:
             return known[word]
-    hint = nearest(plain, {word: word for word in known})
+    hint = nearest(name, {word: word for word in known})
     raise ConfigError("NAME", name, f"a file or a name that the files define{hint}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from cupaged.cli.options import (
@@ -29,6 +30,13 @@ SERVE = {
         Option("--uds", "a unix socket instead", {"metavar": "PATH"}),
         Option("--frontends", "processes that speak gRPC (default: 1)", _INT),
         Option("--admin-port", "of AdminService on that host (default: none)", _PORT),
+        Option(
+            "--services",
+            "which are served: v1, kserve, vllm (may be repeated; default: all)",
+            {"metavar": "NAME", "action": "append"},
+        ),
+        Option("--openai", "an OpenAI API over HTTP, by the gateway smg (pip install smg)", _ON),
+        Option("--openai-port", "of it, 0 for any free one (default: 8000)", _PORT),
         Option("--insecure", "allow a public address without TLS and tokens", _ON),
     ),
     "who may call": (
@@ -131,19 +139,27 @@ def add_parser(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve; the exit code of the supervisor."""
     from cupaged.server import log_setup
+    from cupaged.server.log_output import LogOutput
     from cupaged.server.settings_sources import load_settings
     from cupaged.server.supervisor import Supervisor
 
     settings = load_settings(flags(args))
-    log_setup.configure("supervisor", log_format=settings.log_format, level=settings.log_level)
-    return Supervisor(settings).run()
+    with LogOutput(sys.stderr.fileno()) as output:
+        log_setup.configure(
+            "supervisor",
+            log_format=settings.log_format,
+            level=settings.log_level,
+            stream=output,
+        )
+        return Supervisor(settings, stderr=output).run()
 
 
 def flags(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that the command line gives."""
     given = {**given_options(args, SERVE), **given_options(args, ENGINE)}
-    if "served_model_name" in given:
-        given["served_model_name"] = tuple(given["served_model_name"])
+    for name in ("served_model_name", "services"):
+        if name in given:
+            given[name] = tuple(given[name])
     if (model := chosen_model(args)) is not None:
         given["model"] = model
     if args.config is not None:

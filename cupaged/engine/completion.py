@@ -64,6 +64,11 @@ class Completion:
         return len(self._token_ids)
 
     @property
+    def token_ids(self) -> list[int]:
+        """All tokens of the sample so far, whether they were taken or not."""
+        return self._token_ids.copy()
+
+    @property
     def num_new_tokens(self) -> int:
         """Tokens since the last `take`."""
         return len(self._token_ids) - self._num_taken
@@ -116,18 +121,17 @@ class Completion:
 
     @property
     def is_plain(self) -> bool:
-        """True where tokens are nothing but text: `pass_on` may be used."""
-        return self._matcher is None and self._told is None and self._detokenizer is not None
+        """True where tokens are nothing but text, or not even that: `pass_on` may be used."""
+        return self._matcher is None and self._told is None
 
     def pass_on(self, tokens: list[int]) -> str:
         """`append` of tokens that end nothing and `take` in one: their text.
 
         For plain samples of which `take` has left nothing.
         """
-        assert self._detokenizer is not None
         self._token_ids += tokens
         self._num_taken += len(tokens)
-        return self._detokenizer.append(tokens)
+        return "" if self._detokenizer is None else self._detokenizer.append(tokens)
 
     def end(self, reason: FinishReason) -> None:
         """Deliver what was held back and finish, unless it has finished already."""

@@ -10,20 +10,28 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from itertools import islice
-from typing import TypeVar
+from typing import ClassVar, NoReturn, TypeVar
 
 from cupaged.config import EngineConfig
 from cupaged.engine.batch import StepPlan
+from cupaged.engine.beams import BeamGroups
 from cupaged.engine.block_manager import BlockManager
 from cupaged.engine.door import check_request
-from cupaged.engine.runner import FAILED_TOKEN, Runner, StepOutput
+from cupaged.engine.host_pool import HostPool
+from cupaged.engine.kv_sanitizer import SanitizedRunner
+from cupaged.engine.offloading import Offloading
+from cupaged.engine.preemption import PreemptionStrategy, make_strategy
+from cupaged.engine.prefix_cache import NoPrefixCache, PrefixCache, PrefixStrategy
+from cupaged.engine.radix_cache import RadixCache
+from cupaged.engine.runner import Runner
 from cupaged.engine.scheduler import Scheduler
 from cupaged.engine.scheduling_policy import FirstComeFirstServed, SchedulingPolicy
-from cupaged.errors import EngineError, QueueFullError
-from cupaged.outputs import CoreOutput, EngineStats, FinishReason, TokenLogprobs
+from cupaged.engine.step_results import StepResults
+from cupaged.engine.swapping import Swapping
+from cupaged.errors import EngineError, KVSanitizerError, QueueFullError
+from cupaged.outputs import CoreOutput, EngineStats, FinishReason
 from cupaged.request import CoreRequest, Request, Sequence, SequenceStatus
 
 _T = TypeVar("_T")
@@ -37,8 +45,13 @@ class EngineCore:
         config: the limits.
         runner: computes the steps.
         policy: order of waiting and victims of preemption; first come, first served by default.
+        prefix_cache: finds what others have computed; by default as the config says.
+        preemption: who is swapped out when blocks run out; by default whoever fits into the
+            host's blocks, if there are any.
         clock: seconds, monotonic.
     """
+
+    scheduler_class: ClassVar[type[Scheduler]] = Scheduler
 
     def __init__(
         self,
@@ -46,22 +59,39 @@ class EngineCore:
         runner: Runner,
         *,
         policy: SchedulingPolicy | None = None,
+        prefix_cache: PrefixStrategy | None = None,
+        preemption: PreemptionStrategy | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
+        if prefix_cache is None:
+            prefix_cache = _make_prefix_cache(config)
+        if policy is None:  # an empty policy is false
+            policy = FirstComeFirstServed()
+        if preemption is None:
+            preemption = make_strategy(config, None)
+        host_pool = HostPool(config.num_host_blocks)
+        self.offloading = Offloading(prefix_cache, host_pool, preemption, config.block_size)
         self.block_manager = BlockManager(
             num_blocks=config.num_blocks,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_blocks_per_seq=config.max_blocks_per_seq,
+            prefix_cache=prefix_cache,
+            evict=self.offloading.evict if config.num_host_blocks else None,
         )
-        if policy is None:  # an empty policy is false
-            policy = FirstComeFirstServed()
-        self.scheduler = Scheduler(config, self.block_manager, policy)
-        self._schedule = self.scheduler.schedule  # another one while suspects are tried
-        self._runner = runner
+        self.swapping = Swapping(self.block_manager, host_pool, preemption)
+        self.scheduler = self.scheduler_class(config, self.swapping, self.offloading, policy)
+        self._schedule: Callable[[], StepPlan] = self.scheduler.schedule  # or that of suspects
+        self._runner = (
+            SanitizedRunner(runner, self.block_manager) if config.kv_sanitizer else runner
+        )
+        self._beams = BeamGroups(self.scheduler, self._count_end)
         self._clock = clock
         self._requests: dict[str, Request] = {}
+        self._results = StepResults(
+            self.scheduler, self._beams, self._finish, self._forget_if_finished
+        )
         self._in_flight: deque[tuple[StepPlan, int]] = deque()
         self.num_admitted = 0  # requests that were scheduled for the first time
         self._num_arrivals = 0
@@ -69,7 +99,6 @@ class EngineCore:
         self._num_preemptions = 0
         self._num_prompt_tokens = 0
         self.num_computed_tokens = 0  # in all steps, recomputed ones too
-        self.num_generated_tokens = 0
         self._finished: Counter[str] = Counter()
 
     # ---- requests ------------------------------------------------------------------------------
@@ -97,11 +126,14 @@ class EngineCore:
     ) -> bool:
         """End a request, or only its sample `index`; its blocks are given back.
 
-        Returns False, and does nothing, if there is no such unfinished request or sample.
+        Returns False, and does nothing, if there is no such unfinished request or sample. Beams
+        are no samples: they end together.
         """
         request = self._requests.get(request_id)
         if request is None:
             return False
+        if index is not None and request.core.beams is not None:
+            return False  # beams end together
         if index is not None and not request.has_forked:
             return self._cancel(request, index, reason)
         ending = [s for s in request.unfinished() if index is None or s.index == index]
@@ -127,6 +159,27 @@ class EngineCore:
             return [s.index for s in request.unfinished()]
         return [i for i in range(request.core.params.n) if i not in request.cancelled]
 
+    def best_so_far(self, request_id: str) -> list[CoreOutput]:
+        """The outputs that a request of beams would have if it were aborted now, best first.
+
+        Empty for other requests, which give their tokens as they come.
+        """
+        request = self._requests.get(request_id)
+        return [] if request is None else self._beams.outputs(request, "abort")
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes, as after new weights; what runs goes on.
+
+        Returns:
+            KV blocks that were given back.
+        """
+        return self.scheduler.reset_prefix_cache()
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens that were drawn and kept, of all requests."""
+        return self._results.num_generated_tokens
+
     @property
     def has_priorities(self) -> bool:
         """True when the scheduling policy looks at the priorities of requests."""
@@ -144,11 +197,15 @@ class EngineCore:
 
         Raises:
             EngineError: the runner failed for one request alone; it is gone, all others go on.
+            KVSanitizerError: a step misused the KV pool; all requests are gone, and each later step
+                raises the same.
         """
         while len(self._in_flight) < self.config.max_steps_in_flight:
             plan = self._schedule()
             self._num_preemptions += len(plan.preempted)
-            if not plan.scheduled:
+            if not plan.sequences:
+                if plan.preempted:
+                    continue  # that made room
                 break
             for sequence in plan.admitted:
                 if sequence.request.first_scheduled_time is None:
@@ -166,17 +223,16 @@ class EngineCore:
             return []
         self._num_steps += 1
         self.num_computed_tokens += plan.num_tokens
-        self.scheduler.complete(plan)
-        return self._apply(plan, output)
+        return self._results.apply(plan, output, self.scheduler.complete(plan))
 
     def stats(self) -> EngineStats:
         """A snapshot; costs time in proportion to the blocks in use."""
-        running, manager = self.scheduler.running, self.block_manager
+        running, manager, swapping = self.scheduler.running, self.block_manager, self.swapping
         waiting = [
             s
             for request in self._requests.values()
             for s in request.sequences
-            if s.status is SequenceStatus.PREEMPTED
+            if s.status in (SequenceStatus.PREEMPTED, SequenceStatus.SWAPPED)
         ]
         return EngineStats(
             num_running=len(running),
@@ -187,19 +243,32 @@ class EngineCore:
             num_used_blocks=manager.num_used_blocks,
             num_shared_blocks=manager.num_shared_blocks,
             kv_utilisation=manager.kv_utilisation(
-                {s.order: s.num_computed_tokens for s in running}
+                self.scheduler.table.records["num_computed_tokens"]
             ),
             num_steps=self._num_steps,
             prompt_tokens_total=self._num_prompt_tokens,
             generation_tokens_total=self.num_generated_tokens,
             finished_total=dict(self._finished),
             num_queued_tokens=self.scheduler.num_queued_tokens,
+            prefix_cache_queries_total=manager.prefix_cache.num_query_tokens,
+            prefix_cache_hits_total=manager.prefix_cache.num_hit_tokens,
+            num_swapped=len(swapping.swapped),
+            num_host_blocks=swapping.host_pool.num_blocks,
+            num_used_host_blocks=swapping.host_pool.num_used_blocks,
+            num_swap_preemptions_total=swapping.num_preemptions,
+            blocks_swapped_out_total=swapping.num_blocks_out,
+            blocks_swapped_in_total=swapping.num_blocks_in,
+            num_kept_host_blocks=swapping.host_pool.num_kept_blocks,
+            blocks_offloaded_total=self.offloading.num_blocks_out,
+            blocks_loaded_total=self.offloading.num_blocks_in,
         )
 
     def audit(self) -> None:
-        """Check the block manager, and that exactly the running sequences hold blocks."""
+        """Check both pools, and that exactly the running sequences hold blocks."""
         self.block_manager.audit()
+        self.scheduler.table.audit(self.scheduler.running)
         unfinished = [s for r in self._requests.values() for s in r.unfinished()]
+        self.swapping.audit(unfinished)
         running = [s for s in unfinished if s.status is SequenceStatus.RUNNING]
         keys = [self.scheduler.policy.key(s) for s in self.scheduler.running]
         assert keys == sorted(map(self.scheduler.policy.key, running)), "running is out of order"
@@ -211,9 +280,13 @@ class EngineCore:
             blocks = self.block_manager.blocks_of(sequence.order)
             held = self.block_manager.holds_blocks(sequence.order)
             assert held == (sequence.status is SequenceStatus.RUNNING), "who holds blocks is wrong"
+            self.block_manager.prefix_cache.audit_sequence(sequence, blocks)
             computed = self.block_manager.blocks_for(sequence.num_computed_tokens)
-            assert len(blocks) >= computed, f"{sequence.order} has tokens without a block"
-        assert self.scheduler.num_waiting == len(unfinished) - len(running), "a sequence is lost"
+            is_swapped = sequence.status is SequenceStatus.SWAPPED
+            assert is_swapped or len(blocks) >= computed, f"{sequence.order} lacks a block"
+        parked = [s for s in unfinished if s.status is SequenceStatus.PARKED]
+        num_waiting = len(unfinished) - len(running) - len(parked)
+        assert self.scheduler.num_waiting == num_waiting, "a sequence is lost"
         rows_in_use = self.config.max_num_seqs - self.block_manager.num_free_rows
         assert rows_in_use == len(running), "a finished sequence holds a row"
 
@@ -257,9 +330,11 @@ class EngineCore:
         """
         try:
             return action()
+        except KVSanitizerError as error:
+            self._condemn(error)
         except BaseException as error:
-            self.scheduler.complete(plan)
-            requests = dict.fromkeys(e.sequence.request for e in plan.scheduled)
+            self.scheduler.give_up(plan)
+            requests = dict.fromkeys(s.request for s in plan.sequences)
             if isinstance(error, Exception) and len(requests) > 1:
                 _logger.warning(
                     "step %d of %d requests failed, each is tried alone: %s",
@@ -278,99 +353,44 @@ class EngineCore:
                 raise EngineError(f"step {plan.step_id} failed: {error}") from error
             raise
 
+    def _condemn(self, error: KVSanitizerError) -> NoReturn:
+        """Who holds which block is wrong: nothing here can be trusted or tidied up any more."""
+        self._requests.clear()
+        self._in_flight.clear()
+        self._schedule = partial(self._condemn, error)
+        raise error
+
     def _schedule_suspect(self) -> StepPlan:
         """Plan a step of one suspect; when none is left, as usual again."""
         plan = self.scheduler.schedule_suspect()
-        if plan.scheduled or self.scheduler.has_suspects:
+        if plan.sequences or self.scheduler.has_suspects:
             return plan
         self._schedule = self.scheduler.schedule
         return self._schedule()
 
-    def _apply(self, plan: StepPlan, output: StepOutput) -> list[CoreOutput]:
-        """Fork where a prompt is done, append the drawn tokens, stop what has to stop."""
-        outputs: list[CoreOutput] = []
-        told = output.logprobs or [None] * len(output.token_ids)
-        drawn = zip(output.token_ids, told, strict=True)
-        for i, entry in enumerate(plan.scheduled):
-            samples = list(islice(drawn, entry.num_samples))
-            parent, request = entry.sequence, entry.sequence.request
-            if parent.status is not SequenceStatus.RUNNING:
-                continue  # aborted while in flight
-            if output.prompt_logprobs:
-                request.prompt_logprobs += output.prompt_logprobs[i]
-            if not samples:
-                continue  # a chunk in the middle of the tokens
-            tells_prompt = request.prompt_logprobs and not parent.num_output_tokens
-            first = len(outputs)
-            if len(samples) == 1:
-                outputs.append(self._append(parent, *samples[0]))
-            else:
-                outputs += self._fork(parent, samples)
-            if tells_prompt and first < len(outputs):
-                outputs[first].prompt_logprobs = request.prompt_logprobs
-            if len(samples) > 1 or parent.finish_reason is not None:
-                self._forget_if_finished(request)
-        return outputs
-
-    def _fork(
-        self, parent: Sequence, samples: list[tuple[list[int], list[TokenLogprobs] | None]]
-    ) -> Iterator[CoreOutput]:
-        """Make a sequence of each sample, with its tokens; some may have been cancelled before."""
-        parent.num_pending_samples = 1
-        cancelled = parent.request.cancelled
-        siblings = [self.scheduler.fork(parent, j) for j in range(1, len(samples))]
-        for sequence, (tokens, logprobs) in zip([parent, *siblings], samples, strict=True):
-            if sequence.index in cancelled:
-                self._finish(sequence, cancelled.pop(sequence.index))
-            else:
-                yield self._append(sequence, tokens, logprobs)
-
-    def _append(
-        self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None
-    ) -> CoreOutput:
-        """Append drawn tokens up to the first that ends the sequence."""
-        accepted: list[int] = []
-        request, token_ids = sequence.request, sequence.token_ids
-        for token in tokens:
-            if token == FAILED_TOKEN:
-                self._finish(sequence, "error")
-                break
-            accepted.append(token)
-            token_ids.append(token)
-            if token in request.ending_ids or len(token_ids) >= request.max_length:
-                self._stop_if_due(sequence, token)
-                if sequence.status is SequenceStatus.FINISHED:
-                    break
-        self.num_generated_tokens += len(accepted)
-        return CoreOutput(
-            request.core.request_id,
-            sequence.index,
-            accepted,
-            None if logprobs is None else logprobs[: len(accepted)],
-            [],
-            request.num_preemptions,
-            request.first_scheduled_time,
-            sequence.finish_reason,
-            sequence.stop_reason,
-        )
-
-    def _stop_if_due(self, sequence: Sequence, token: int) -> None:
-        core, params = sequence.request.core, sequence.request.core.params
-        if sequence.num_output_tokens >= params.min_tokens:
-            if token in params.stop_ids:
-                return self._finish(sequence, "stop", token)
-            if token in core.eos_token_ids and not params.ignore_eos:
-                return self._finish(sequence, "stop")
-        if sequence.num_output_tokens >= sequence.request.max_tokens:
-            self._finish(sequence, "length")
-
     def _finish(self, sequence: Sequence, reason: FinishReason, stop: int | None = None) -> None:
+        if reason == "error":
+            self.scheduler.distrust(sequence)
         self.scheduler.remove(sequence)
         sequence.finish(reason, stop)
+        self._count_end(sequence.order, reason)
+
+    def _count_end(self, order: tuple[int, int], reason: FinishReason) -> None:
+        """A sample, (arrival, index), has ended."""
         self._finished[reason] += 1
 
     def _forget_if_finished(self, request: Request) -> None:
         request_id = request.core.request_id
         if request.finished and self._requests.get(request_id) is request:  # ids are used again
+            self._beams.forget(request)
             del self._requests[request_id]
             request.sequences.clear()  # no cycle of references: its memory is free at once
+
+
+def _make_prefix_cache(config: EngineConfig) -> PrefixStrategy:
+    """What the config says. A radix tree gives up to 1/512 of a large pool at once."""
+    if not config.enable_prefix_caching:
+        return NoPrefixCache()
+    if config.prefix_cache == "hash":
+        return PrefixCache(config.block_size)
+    return RadixCache(config.block_size, max(1, config.num_blocks // 512))

@@ -17,6 +17,7 @@ __all__ = [
     "BUFFER_OPTIONS",
     "POOL_OPTIONS",
     "WEIGHT_OPTIONS",
+    "empty_host_pool",
     "empty_pool",
     "naming",
     "step_limits",
@@ -53,6 +54,7 @@ def step_limits(config: EngineConfig, num_q_heads: int, specs: Sequence[KVCacheS
         max_steps_in_flight=config.max_steps_in_flight,
         num_q_heads=num_q_heads,
         kv_specs=tuple(dict.fromkeys(specs)),
+        num_host_blocks=config.num_host_blocks,
     )
 
 
@@ -72,3 +74,16 @@ def empty_pool(ops: Ops, specs: Sequence[KVCacheSpec], num_blocks: int) -> list[
         with naming(what, POOL_OPTIONS):
             caches.append(ops.empty_kv_cache(spec, num_blocks))
     return caches
+
+
+def empty_host_pool(ops: Ops, specs: Sequence[KVCacheSpec], num_blocks: int) -> list[KVCache]:
+    """The blocks of every layer in the host's memory; none if there are to be no blocks.
+
+    Raises:
+        DeviceMemoryError: they do not fit.
+    """
+    if not num_blocks:
+        return []
+    total = num_blocks * sum(spec.bytes_per_block for spec in specs)
+    with naming(f"{num_blocks} KV blocks of the host, {total} bytes", "lower swap_space"):
+        return [ops.empty_host_cache(spec, num_blocks) for spec in specs]

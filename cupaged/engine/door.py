@@ -20,7 +20,9 @@ from cupaged.errors import (
     PromptError,
 )
 from cupaged.request import CoreRequest
-from cupaged.sampling_params import SamplingParams
+from cupaged.sampling_params import BeamSearchParams, SamplingParams
+
+MAX_SALT_BYTES = 256  # of `CoreRequest.cache_salt` as UTF-8
 
 
 def check_request(request: CoreRequest, config: EngineConfig, unfinished: Container[str]) -> int:
@@ -46,6 +48,7 @@ def check_request(request: CoreRequest, config: EngineConfig, unfinished: Contai
         raise InvalidParameterError("params", params, "a SamplingParams")
     _check_integer("seed", request.seed, 0, 2**64 - 1)
     _check_integer("priority", request.priority, -(2**63), 2**63 - 1)
+    _check_caching(request, config)
     prompt = _checked_prompt(request.prompt_token_ids, config.vocab_size)
     if len(prompt) >= config.max_model_len:
         raise ContextLengthError(
@@ -55,6 +58,8 @@ def check_request(request: CoreRequest, config: EngineConfig, unfinished: Contai
             "one token of output)",
         )
     _check_ids(request, config.vocab_size)
+    if request.beams is not None:
+        _check_beams(request, request.beams, config)
     for name in ("logprobs", "prompt_logprobs"):
         count = getattr(params, name)
         if (
@@ -64,7 +69,47 @@ def check_request(request: CoreRequest, config: EngineConfig, unfinished: Contai
             raise InvalidParameterError(name, count, f"at most max_logprobs={config.max_logprobs}")
     if params.n > config.max_num_seqs:
         raise InvalidParameterError("n", params.n, f"at most max_num_seqs={config.max_num_seqs}")
-    return _max_tokens(len(prompt), params.max_tokens, config)
+    max_tokens = _max_tokens(len(prompt), params.max_tokens, config)
+    if request.beams is not None and max_tokens > 1:
+        _check_room_for_beams(len(prompt), max_tokens, params.n, config)
+    return max_tokens
+
+
+def _check_beams(request: CoreRequest, beams: BeamSearchParams, config: EngineConfig) -> None:
+    """A width for which there are slots, reports and, at the first position, tokens enough."""
+    if not isinstance(beams, BeamSearchParams):
+        raise InvalidParameterError("beams", beams, "None or a BeamSearchParams")
+    if request.params != beams.sampling_params(request.eos_token_ids):
+        raise InvalidParameterError("params", request.params, "what its beams ask for")
+    width, num_told = beams.beam_width, request.params.logprobs or 0
+    num_ending = 0 if beams.ignore_eos else len(set(request.eos_token_ids))
+    for most, what in (
+        (config.max_num_seqs, f"max_num_seqs={config.max_num_seqs}"),
+        (
+            config.max_logprobs // (num_told // width),
+            f"max_logprobs={config.max_logprobs} / {num_told // width}, since "
+            f"{num_told // width} candidates a beam are compared",
+        ),
+        (config.vocab_size - num_ending, "the tokens that do not end an output"),
+    ):
+        if width > most:
+            raise InvalidParameterError("beam_width", width, f"at most {most} ({what})")
+
+
+def _check_room_for_beams(
+    prompt_length: int, max_tokens: int, width: int, config: EngineConfig
+) -> None:
+    """Beams share the full blocks of the prompt; of all others each may need its own."""
+    size = config.block_size
+    shared = prompt_length // size
+    own = -(-(prompt_length + max_tokens - 1) // size) - shared
+    if shared + width * own > config.num_blocks:
+        raise CapacityError(
+            "beam_width",
+            width,
+            f"at most {(config.num_blocks - shared) // own} for a prompt of {prompt_length} and "
+            f"max_tokens={max_tokens}: the KV pool has {config.num_blocks} blocks of {size} tokens",
+        )
 
 
 def _max_tokens(prompt_length: int, asked: int | None, config: EngineConfig) -> int:
@@ -114,6 +159,21 @@ def _check_ids(request: CoreRequest, vocab_size: int) -> None:
         )
     if drawable <= banned | ending:
         raise InvalidParameterError("bad_words", params.bad_words, "not all tokens there are")
+
+
+def _check_caching(request: CoreRequest, config: EngineConfig) -> None:
+    wanted, salt = request.prefix_caching, request.cache_salt
+    allowed = (None, False, True) if config.enable_prefix_caching else (None, False)
+    if not any(wanted is value for value in allowed):
+        raise InvalidParameterError(
+            "prefix_caching",
+            wanted,
+            f"one of {allowed}: enable_prefix_caching={config.enable_prefix_caching}",
+        )
+    if salt is None:
+        return
+    if not isinstance(salt, str) or len(salt.encode("utf-8", "surrogatepass")) > MAX_SALT_BYTES:
+        raise InvalidParameterError("cache_salt", salt, f"a text of at most {MAX_SALT_BYTES} bytes")
 
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:

@@ -16,7 +16,7 @@ from cupaged.engine.text_shell import Prompt, TextRequest, TextShell
 from cupaged.errors import InvalidParameterError
 from cupaged.loading.tokenizer import Tokenizer
 from cupaged.outputs import FinishReason, RequestOutput
-from cupaged.sampling_params import SamplingParams
+from cupaged.sampling_params import BeamSearchParams, SamplingParams
 
 __all__ = ["Engine", "Prompt"]
 
@@ -61,25 +61,48 @@ class Engine:
         return bool(self._requests)
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams,
+        *,
+        priority: int = 0,
+        prefix_caching: bool | None = None,
+        cache_salt: str | None = None,
     ) -> None:
         """Queue a request.
 
         Args:
-            prompt: a text, {"prompt": text}, {"prompt_token_ids": ids} or a list of ids.
+            prompt: a text, {"prompt": text}, {"prompt_token_ids": ids} or a list of ids; a mapping
+                may have a "cache_salt", too, which goes before the argument.
+            params: how it is sampled, or with how many beams it is searched; the best hypotheses
+                are then its outputs, all at the end.
             priority: lower is served earlier, where the engine's policy is "priority".
+            prefix_caching: False to compute all of the prompt and to leave nothing of it.
+            cache_salt: prefixes are shared only among requests of equal salts.
 
         Raises:
             PromptError, InvalidParameterError, CapacityError: it cannot be served; nothing changed.
             QueueFullError: too much waits already; nothing changed.
         """
         arrival_time = self._clock()
-        if not isinstance(params, SamplingParams):
+        if not isinstance(params, SamplingParams | BeamSearchParams):
             raise InvalidParameterError("sampling_params", params, "a SamplingParams")
+        if isinstance(prompt, Mapping) and "cache_salt" in prompt:
+            cache_salt = prompt["cache_salt"]
+            prompt = {key: value for key, value in prompt.items() if key != "cache_salt"}
         text, token_ids = self._shell.encode(prompt)
-        self.core.add_request(self._shell.core_request(request_id, token_ids, params, priority))
+        request = self._shell.core_request(
+            request_id,
+            token_ids,
+            params,
+            priority,
+            prefix_caching=prefix_caching,
+            cache_salt=cache_salt,
+        )
+        self.core.add_request(request)
         self._requests[request_id] = TextRequest(
-            self.tokenizer, request_id, text, token_ids, params, arrival_time
+            self.tokenizer, request_id, text, token_ids, request.params, arrival_time
         )
 
     def step(self) -> list[RequestOutput]:
@@ -106,13 +129,19 @@ class Engine:
         return [self._output(request, now) for request in moved.values()]
 
     def abort(self, request_id: str, *, reason: FinishReason = "abort") -> RequestOutput | None:
-        """End a request and give its last output, or None if it is not unfinished."""
+        """End a request and give its last output, or None if it is not unfinished.
+
+        Beams come out as far as they have come, best first; as many as there are.
+        """
         request = self._requests.get(request_id)
         if request is None:
             return None
+        now = self._clock()
+        for output in self.core.best_so_far(request_id):
+            request.append(output, now)
         self.core.abort(request_id, reason=reason)
         request.end(reason)
-        return self._output(request, self._clock())
+        return self._output(request, now)
 
     def _output(self, request: TextRequest, now: float) -> RequestOutput:
         if request.finished:

@@ -7,7 +7,8 @@ collected in order; a runner may compute at either moment.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,7 +16,16 @@ import numpy as np
 
 from cupaged.config import EngineConfig, ModelConfig
 from cupaged.engine.batch import Batch, StepPlan, build_batch
-from cupaged.engine.device_memory import BUFFER_OPTIONS, empty_pool, naming, step_limits
+from cupaged.engine.cost_measurement import measure_costs
+from cupaged.engine.device_memory import (
+    BUFFER_OPTIONS,
+    empty_host_pool,
+    empty_pool,
+    naming,
+    step_limits,
+)
+from cupaged.engine.kv_memory import DeviceKVMemory
+from cupaged.engine.preemption import PreemptionCosts
 from cupaged.engine.started_step import StartedStep
 from cupaged.engine.warm_up import largest_step, warm_up_batch
 from cupaged.ops import Download, KVCache, KVCacheSpec, Ops, StepContext
@@ -97,6 +107,8 @@ class ModelRunner:
         self._config = config
         self._sampler = sampler or self._sample
         self._kv_caches = empty_pool(ops, kv_cache_specs, config.num_blocks)
+        self._host_caches = empty_host_pool(ops, kv_cache_specs, config.num_host_blocks)
+        self.kv_memory = DeviceKVMemory(ops, self._kv_caches)  # for the KV sanitizer
         widths = model.workspace_widths(model.config)
         hidden_size, vocab_size = model.config.hidden_size, config.vocab_size
         with naming("the buffers of a step", BUFFER_OPTIONS):
@@ -134,9 +146,28 @@ class ModelRunner:
             self._finish(-1, self._start(warm_up_batch(count, self._config, groups)))
         return len(counts)
 
+    def measure_costs(self, clock: Callable[[], float] = time.perf_counter) -> PreemptionCosts:
+        """What swapping and computing again cost. Only before the first request, with host blocks.
+
+        Raises:
+            DeviceError: a step failed on the device.
+        """
+        return measure_costs(
+            self._ops,
+            self._kv_caches,
+            self._host_caches,
+            self._config,
+            lambda batch: self._finish(-1, self._start(batch)),
+            clock,
+        )
+
     def _start(self, batch: Batch) -> StartedStep:
         """Launch a step."""
         step = self._ops.begin_step(batch)
+        if len(batch.swap_out):
+            self._ops.swap_out(self._kv_caches, self._host_caches, step)
+        if len(batch.swap_in):
+            self._ops.swap_in(self._kv_caches, self._host_caches, step)
         if len(batch.copies):
             self._ops.copy_blocks(self._kv_caches, step)
         hidden = self._model.forward(step, self._kv_caches, self._work)
@@ -199,7 +230,7 @@ class NullRunner:
 
     def submit(self, plan: StepPlan) -> int:
         """Remember how many tokens the step draws."""
-        self._num_samples[plan.step_id] = sum(e.num_samples for e in plan.scheduled)
+        self._num_samples[plan.step_id] = int(plan.num_samples.sum())
         return plan.step_id
 
     def collect(self, handle: int) -> StepOutput:

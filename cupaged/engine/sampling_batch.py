@@ -10,19 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cupaged.engine.sequence_table import NONE, Records
 from cupaged.logits_rules import LogitsRules
 from cupaged.request import Sequence
-from cupaged.sampling_params import GREEDY_TEMPERATURE
 
-MAX_TEMPERATURE = 1e6  # beyond it the draw is uniform anyway, and float32 holds it
 MAX_PENALTY = 1e30  # float32 holds it, its inverse, and what they make of a logit
-MAX_COUNT = 2**31 - 1  # what int32 holds; more than any vocabulary
-NONE = -1  # no forced token, no logprobs
 
 Ids = NDArray[np.int32]
 Values = NDArray[np.float32]
@@ -80,47 +77,40 @@ class SamplingBatch:
     edits: LogitsEdits | None
 
 
-def build_sampling(drawn: list[Sequence], num_samples: Ids) -> SamplingBatch:
+def build_sampling(drawn: list[Sequence], records: Records, num_samples: Ids) -> SamplingBatch:
     """The draws of the sequences whose last token is computed in the step.
 
     Args:
         drawn: one sequence a row of logits.
+        records: `RECORD` [len(drawn)], what the sequences' table says of them.
         num_samples: int32 [len(drawn)], tokens to draw from each row.
     """
     logits_row = np.repeat(np.arange(len(drawn), dtype=np.int32), num_samples)
     starts = np.cumsum(num_samples) - num_samples
     since_first = np.arange(len(logits_row)) - np.repeat(starts, num_samples)
-    first_index = np.array([s.index for s in drawn], np.int32)
-    params = [s.request.core.params for s in drawn]
-    asked = np.array([p.temperature for p in params], np.float64)
-    temperature = np.where(asked < GREEDY_TEMPERATURE, 0.0, np.minimum(asked, MAX_TEMPERATURE))
-    top_k = np.fromiter(map(min, [p.top_k for p in params], repeat(MAX_COUNT)), np.int32)
-    num_tokens = np.fromiter(map(len, [s.token_ids for s in drawn]), np.int32)
-    position = num_tokens - np.array([s.request.num_prompt_tokens for s in drawn], np.int32)
-    forced = [
-        (*(p.trace_decode_token_ids or ())[at : at + 1], NONE)[0]
-        for p, at in zip(params, position.tolist(), strict=True)
-    ]
-    # -1 stands for all tokens there are: MAX_COUNT.
-    logprobs = [NONE if p.logprobs is None else p.logprobs % (MAX_COUNT + 1) for p in params]
+    position = records["num_tokens"] - records["num_prompt_tokens"]
+    forced = np.full(len(drawn), NONE, np.int32)
+    for i in np.flatnonzero(records["has_forced_tokens"]).tolist():
+        tokens, at = drawn[i].request.core.params.trace_decode_token_ids or (), int(position[i])
+        forced[i : i + 1] = tokens[at : at + 1] or NONE
     return SamplingBatch(
         logits_row=logits_row,
-        temperature=temperature.astype(np.float32)[logits_row],
-        top_p=np.array([p.top_p for p in params], np.float32)[logits_row],
-        min_p=np.array([p.min_p for p in params], np.float32)[logits_row],
-        top_k=top_k[logits_row],
-        seed=np.array([s.request.core.seed for s in drawn], np.uint64)[logits_row],
-        sample_index=first_index[logits_row] + since_first.astype(np.int32),
+        temperature=records["temperature"][logits_row],
+        top_p=records["top_p"][logits_row],
+        min_p=records["min_p"][logits_row],
+        top_k=records["top_k"][logits_row],
+        seed=records["seed"][logits_row],
+        sample_index=records["index"][logits_row] + since_first.astype(np.int32),
         output_position=position[logits_row],
-        forced=np.array(forced, np.int32)[logits_row],
-        num_logprobs=np.array(logprobs, np.int32)[logits_row],
-        edits=build_edits(drawn),
+        forced=forced[logits_row],
+        num_logprobs=records["num_logprobs"][logits_row],
+        edits=build_edits([(i, drawn[i]) for i in np.flatnonzero(records["has_rules"]).tolist()]),
     )
 
 
-def build_edits(drawn: list[Sequence]) -> LogitsEdits | None:
-    """What the requests' rules change in the rows of the step."""
-    ruled = [(i, s, s.request.rules) for i, s in enumerate(drawn) if s.request.rules is not None]
+def build_edits(drawn: Iterable[tuple[int, Sequence]]) -> LogitsEdits | None:
+    """What the requests' rules change in rows of logits, given with the sequence of each."""
+    ruled = [(i, s, s.request.rules) for i, s in drawn if s.request.rules is not None]
     if not ruled:
         return None
     rows = np.array([i for i, _, _ in ruled], np.int32)

@@ -24,7 +24,7 @@ from cupaged.outputs import (
     TokenLogprobs,
 )
 from cupaged.request import CoreRequest
-from cupaged.sampling_params import SamplingParams
+from cupaged.sampling_params import BeamSearchParams, SamplingParams
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 _MAX_CHARS_PER_TOKEN = 1024  # a longer prompt cannot fit, whatever its tokens are
@@ -82,13 +82,23 @@ class TextShell:
             raise ContextLengthError("prompt length in characters", len(text), allowed)
 
     def core_request(
-        self, request_id: str, token_ids: Sequence[int], params: SamplingParams, priority: int = 0
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        params: SamplingParams | BeamSearchParams,
+        priority: int = 0,
+        *,
+        prefix_caching: bool | None = None,
+        cache_salt: str | None = None,
     ) -> CoreRequest:
-        """What the core takes.
+        """What the core takes; see `CoreRequest`.
 
         Raises:
-            InvalidParameterError: `params` is no SamplingParams, or a bad word is no text.
+            InvalidParameterError: `params` is neither, or a bad word is no text.
         """
+        beams = None
+        if isinstance(params, BeamSearchParams):
+            beams, params = params, params.sampling_params(self._eos_token_ids)
         if not isinstance(params, SamplingParams):
             raise InvalidParameterError("sampling_params", params, "a SamplingParams")
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
@@ -100,6 +110,9 @@ class TextShell:
             seed,
             priority,
             bad_words_token_ids(self.tokenizer, params.bad_words or ()),
+            prefix_caching,
+            cache_salt,
+            beams,
         )
 
     def _encode_text(self, text: object) -> tuple[str, list[int]]:
@@ -143,6 +156,7 @@ class TextRequest:
             None if params.prompt_logprobs is None else []
         )  # of all tokens of the prompt but the first
         self.num_preemptions = 0
+        self.num_cached_tokens = 0
         self._prompt_alternatives: list[TokenAlternatives | None] = [None]
         self._tokenizer = tokenizer
         self._num_unfinished = params.n
@@ -163,6 +177,7 @@ class TextRequest:
             self.num_preemptions = output.num_preemptions
         if self.first_scheduled_time is None:
             self.first_scheduled_time = output.first_scheduled_time
+            self.num_cached_tokens = output.num_cached_tokens
         if self.prompt_logprobs is not None:
             self.prompt_logprobs += output.prompt_logprobs
         if self.first_token_time is None and output.new_token_ids:
@@ -197,7 +212,7 @@ class TextRequest:
                 first.new_token_ids += output.new_token_ids
                 if first.logprobs is not None and output.logprobs is not None:
                     first.logprobs += output.logprobs
-                first.prompt_logprobs += output.prompt_logprobs
+                first.prompt_logprobs = [*first.prompt_logprobs, *output.prompt_logprobs]
                 first.num_preemptions = output.num_preemptions
                 first.finish_reason = output.finish_reason
                 first.stop_reason = output.stop_reason
@@ -230,6 +245,7 @@ class TextRequest:
             first_token_time=self.first_token_time,
             finished_time=now if self.finished else None,
             num_preemptions=self.num_preemptions,
+            num_cached_tokens=self.num_cached_tokens,
         )
 
     def output(self, now: float) -> RequestOutput:
@@ -247,6 +263,7 @@ class TextRequest:
             finished=self.finished,
             metrics=self.metrics(now),
             prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens,
         )
 
 

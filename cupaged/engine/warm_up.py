@@ -53,6 +53,8 @@ def warm_up_batch(num_tokens: int, config: EngineConfig, num_groups: int = 1) ->
             counts=np.eye(1, num_seqs, dtype=np.int32)[0],
             num_logprobs=np.full(1, min(1, config.max_logprobs), np.int32),
         ),
+        swap_out=_pairs([(0, 0)] if config.num_host_blocks else []),
+        swap_in=_pairs([(0, 0)] if config.num_host_blocks else []),
     )
 
 

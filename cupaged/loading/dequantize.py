@@ -41,18 +41,18 @@ class BlockType:
 def dequantize(block_type: BlockType, stored: Blocks, out: NDArray[Any]) -> None:
     """Decode `stored`, uint8 `[nbytes]`, into `out`: float32, C-contiguous, of any shape.
 
-    An `out` of the stored type of 16 bits takes the bits as they are.
+    An `out` of the stored type takes the bits as they are.
 
     The sizes must agree: `stored` holds `out.size / block_elements` blocks. Scales that are
     infinite or NaN give infinite or NaN weights, silently, as ggml does.
     """
-    num_blocks = out.size // block_type.block_elements
-    assert num_blocks * block_type.block_elements == out.size
-    assert num_blocks * block_type.block_bytes == stored.size
     assert out.flags.c_contiguous, "reshaping would decode into a copy"
     if out.dtype != np.float32:
         np.copyto(out.reshape(-1).view(np.uint8), stored)
         return
+    num_blocks = out.size // block_type.block_elements
+    assert num_blocks * block_type.block_elements == out.size
+    assert num_blocks * block_type.block_bytes == stored.size
     blocks = stored.reshape(num_blocks, block_type.block_bytes)
     floats = out.reshape(num_blocks, block_type.block_elements)
     step = _SLICE_ELEMENTS // block_type.block_elements

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.errors import CheckpointError, ModelNotFoundError
+from cupaged.ops.start import BLOCK_ELEMENTS, STORED_DTYPES
 
 __all__ = [
     "TensorInfo",
@@ -30,7 +31,6 @@ __all__ = [
 
 _LFS_POINTER = b"version https://git-lfs"
 _SHOWN_CHARS = 100
-_STORED_NAMES = {"float16": "F16", "bfloat16": "BF16"}  # as both formats call them
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,11 @@ class TensorReader(Protocol):
     def read_into(self, name: str, out: NDArray[Any]) -> None:
         """Decode tensor `name` into `out`, without a second copy of its size.
 
-        `out` is float32, or of 16 bits as the tensor `is_stored_as`, and then takes its bits as
-        they are. It is C-contiguous and of exactly the tensor's shape; it may be a slice of a
-        larger array. Raises `CheckpointError` for an unknown name or another shape, and
-        `NotSupportedError` for numbers that cannot be decoded to float32.
+        `out` is float32, or of the type that the tensor `is_stored_as`, and then takes its bits as
+        they are. It is C-contiguous and of exactly the tensor's shape, where an item of a quantised
+        type stands for its 32 numbers; it may be a slice of a larger array. Raises
+        `CheckpointError` for an unknown name or another shape, and `NotSupportedError` for numbers
+        that cannot be decoded to float32.
         """
 
     def close(self) -> None:
@@ -110,16 +111,19 @@ def forget(mapped: mmap.mmap, start: int, nbytes: int) -> None:
 
 
 def is_stored_as(info: TensorInfo, dtype: np.dtype[Any]) -> bool:
-    """Whether the file has the numbers in this type of 16 bits."""
-    return _STORED_NAMES.get(dtype.name) == info.dtype
+    """Whether the file has the numbers in this type, one of `STORED_DTYPES`."""
+    return STORED_DTYPES.get(info.dtype) == dtype
 
 
 def check_destination(info: TensorInfo, out: NDArray[Any]) -> None:
     """Raise `CheckpointError` unless `out` has the shape of the tensor that `info` describes."""
-    if out.shape != info.shape:
+    shape = out.shape
+    if out.dtype.names is not None:
+        shape = (*shape[:-1], shape[-1] * BLOCK_ELEMENTS)
+    if shape != info.shape:
         raise CheckpointError(
             f"{info.path}: tensor {shown(info.name)} has shape {info.shape}, "
-            f"must be {out.shape} to fit the model"
+            f"must be {shape} to fit the model"
         )
     assert out.dtype == np.float32 or is_stored_as(info, out.dtype)
     assert out.flags.c_contiguous and out.flags.writeable

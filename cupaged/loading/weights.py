@@ -8,17 +8,18 @@ key and value, say) are read straight into their place in one array.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
-from cupaged.errors import CheckpointError
-from cupaged.loading.tensors import TensorReader, is_stored_as
-from cupaged.ops import Ops
+from cupaged.errors import CheckpointError, NotSupportedError
+from cupaged.loading.tensors import TensorReader
+from cupaged.ops import BLOCK_ELEMENTS, STORED_DTYPES, Ops
 from cupaged.runtime.protocol import DeviceMemoryError
 
 _logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ _SHOWN_NAMES = 8
 _MOST_READERS = 4  # threads; more than the memory bus can feed
 FREQUENCY_FACTORS = "rope_freqs.weight"
 Format = Literal["hf", "gguf"]
+_Read: TypeAlias = tuple[NDArray[Any], NDArray[np.float32] | None]  # a weight, and its bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,45 +141,105 @@ def check_tensors(
         raise CheckpointError(f"the model has no use for {_some(sorted(left - unread))}")
 
 
+def stored_types(entry: WeightEntry, reader: TensorReader, form: Format) -> set[str]:
+    """The types in which the parts of an entry are stored."""
+    return {reader.tensors[f"{getattr(part, form)}.weight"].dtype for part in entry.parts}
+
+
+def kept_type(entry: WeightEntry, reader: TensorReader, form: Format, ops: Ops) -> str | None:
+    """The type in which an entry goes to the device as it is stored; None if it must be float32."""
+    stored = stored_types(entry, reader, form)
+    is_kept = entry.kind == "linear" and len(stored) == 1 and stored <= set(ops.kept_types)
+    return stored.pop() if is_kept else None
+
+
+def check_all_kept(
+    entries: Sequence[WeightEntry], reader: TensorReader, form: Format, ops: Ops
+) -> None:
+    """Whether all linear weights go to the device as they are stored.
+
+    Raises:
+        NotSupportedError: one does not; it names its type and those that do.
+    """
+    for entry in entries:
+        types = stored_types(entry, reader, form)
+        if entry.kind == "linear" and types != {"F32"} and not kept_type(entry, reader, form, ops):
+            raise NotSupportedError(
+                f"{entry.name!r} is stored as {' and '.join(sorted(types))}, which cannot be kept; "
+                f"one of {', '.join(('F32', *ops.kept_types))} can. Use cpu_weight_dtype='auto' to "
+                "have such weights in float32"
+            )
+
+
+def weight_bytes(
+    entries: Sequence[WeightEntry], reader: TensorReader, form: Format, ops: Ops
+) -> int:
+    """Memory of all weights as the device's operations lay them out. A tied head counts once."""
+
+    def of(entry: WeightEntry) -> int:
+        if entry.kind == "vector":
+            return entry.columns * int(np.dtype(ops.dtype).itemsize)
+        stored = kept_type(entry, reader, form, ops)
+        return ops.weight_bytes(entry.rows, entry.columns, entry.bias, stored)
+
+    return sum(of(entry) for entry in entries)
+
+
 def load_weights(
     entries: Sequence[WeightEntry], reader: TensorReader, form: Format, ops: Ops
 ) -> dict[str, Any]:
     """Read every entry to the device, after `check_tensors`. Entries are decoded in parallel.
 
-    Numbers that the file has in the device's own type of 16 bits go up as they are.
+    Numbers that the file has in a type that the device keeps go there as they are. Beside the
+    packed weights there is memory for a few entries at a time only.
 
     Raises:
+        CheckpointError: numbers that the device cannot keep.
         DeviceMemoryError: the device has no memory for one, which is named.
     """
 
-    def read(entry: WeightEntry) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
-        dtype = np.dtype(ops.dtype)
-        infos = [reader.tensors[f"{getattr(part, form)}.weight"] for part in entry.parts]
-        as_stored = entry.kind == "linear" and all(is_stored_as(info, dtype) for info in infos)
-        return read_entry(entry, reader, form, dtype if as_stored else np.float32)
+    def read(entry: WeightEntry) -> _Read:
+        return read_entry(entry, reader, form, kept_type(entry, reader, form, ops))
 
     weights: dict[str, Any] = {}
     with ThreadPoolExecutor(_MOST_READERS, "cupaged-read") as readers:
-        for entry, (weight, bias) in zip(entries, readers.map(read, entries), strict=True):
+        for entry, (weight, bias) in zip(entries, _in_turn(readers, read, entries), strict=True):
             is_vector = entry.kind == "vector"
             try:
                 weights[entry.name] = (
                     ops.asarray(weight) if is_vector else ops.pack_weight(weight, bias)
                 )
-            except DeviceMemoryError as error:
-                raise DeviceMemoryError(f"{entry.name!r}: {error}") from error
+            except (DeviceMemoryError, CheckpointError) as error:
+                raise type(error)(f"{entry.name!r}: {error}") from error
     return weights
 
 
+def _in_turn(
+    readers: ThreadPoolExecutor,
+    read: Callable[[WeightEntry], _Read],
+    entries: Sequence[WeightEntry],
+) -> Iterator[_Read]:
+    """What `read` gives for each entry; it runs ahead of whoever takes it by `_MOST_READERS`."""
+    started: deque[Future[_Read]] = deque()
+    for entry in entries:
+        started.append(readers.submit(read, entry))
+        if len(started) >= _MOST_READERS:
+            yield started.popleft().result()
+    while started:
+        yield started.popleft().result()
+
+
 def read_entry(
-    entry: WeightEntry, reader: TensorReader, form: Format, dtype: DTypeLike = np.float32
-) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
+    entry: WeightEntry, reader: TensorReader, form: Format, stored: str | None = None
+) -> _Read:
     """The weight of an entry, each part in its place, and its bias if it has one.
 
-    dtype: of the weight; float32, or the type of 16 bits that all its parts are stored in.
+    stored: the type that all its parts are stored in, to have it as it is; None for float32.
     """
     is_vector = entry.kind == "vector"
-    weight = np.empty(entry.columns if is_vector else (entry.rows, entry.columns), dtype)
+    dtype = STORED_DTYPES[stored] if stored is not None else np.dtype(np.float32)
+    columns = entry.columns // (BLOCK_ELEMENTS if dtype.names is not None else 1)
+    weight: NDArray[Any] = np.empty(columns if is_vector else (entry.rows, columns), dtype)
     bias = np.empty(entry.rows, np.float32) if entry.bias else None
     first = 0
     for part in entry.parts:

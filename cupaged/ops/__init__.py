@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from cupaged.engine.batch import Batch
 from cupaged.ops.start import (
+    BLOCK_ELEMENTS,
     BYTES_PER_ELEMENT,
+    STORED_DTYPES,
     Array,
     KVCache,
     KVCacheSpec,
@@ -24,7 +27,9 @@ from cupaged.ops.start import (
 )
 
 __all__ = [
+    "BLOCK_ELEMENTS",
     "BYTES_PER_ELEMENT",
+    "STORED_DTYPES",
     "Array",
     "Download",
     "KVCache",
@@ -104,6 +109,26 @@ class Ops(StartOps, Protocol):
 
         No destination is also a source.
         """
+
+    def swap_out(self, caches: Sequence[KVCache], host: Sequence[KVCache], step: Any) -> None:
+        """Copy whole blocks of every layer to the host's: the batch's `swap_out`.
+
+        It is done before anything that is submitted later. No host block is written twice.
+        """
+
+    def swap_in(self, caches: Sequence[KVCache], host: Sequence[KVCache], step: Any) -> None:
+        """Copy whole blocks of every layer back from the host's: the batch's `swap_in`.
+
+        No block of the device is written twice; several may get the same content.
+        """
+
+    def write_blocks(self, cache: KVCache, blocks: NDArray[np.int32], bits: int) -> None:
+        """Fill K and V of some blocks of a layer with elements of those bits. blocks: [n]."""
+
+    def read_blocks(
+        self, cache: KVCache, blocks: NDArray[np.int32]
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """K and V of some blocks of a layer on the host, each [n, Hkv, block_size, D]; waits."""
 
     # In every layer.
 

@@ -17,6 +17,12 @@ _TRIAL_SECONDS = 0.04  # for each number of threads; longer than a time slice of
 _TRIAL_SHAPE = (64, 512, 1536)  # rows, in_features, out_features: a layer's product in a batch
 
 
+def threads_of_environment() -> int | None:
+    """What the first variable says that is a number above 0; None if none is."""
+    values = (os.environ.get(name, "") for name in _VARIABLES)
+    return next((int(v) for v in values if v.isdecimal() and int(v) > 0), None)
+
+
 def use_threads(asked: int | None, cores: int) -> int:
     """Set the threads of matrix products, and give what is in force.
 
@@ -30,7 +36,7 @@ def use_threads(asked: int | None, cores: int) -> int:
     blas = ThreadpoolController().select(user_api="blas")
     if asked is not None:
         blas.limit(limits=asked)
-    elif not any(name in os.environ for name in _VARIABLES):
+    elif threads_of_environment() is None:
         rates = {}
         for count in dict.fromkeys((cores, (cores + 1) // 2, 1)):
             blas.limit(limits=count)

@@ -84,25 +84,61 @@ class CudaCache:
             args = (cache.k, cache.v, step.copies, np.int64(k_elements), np.int64(v_elements))
             self.runtime.launch(kernel, (n, blocks, 2), (threads,), args)
 
-    def gather_blocks(self, staging: Array, cache: Array, blocks: NDArray[np.int32]) -> None:
+    def gather_blocks(
+        self,
+        staging: Array,
+        cache: Array,
+        blocks: NDArray[np.int32],
+        on_device: Array | None = None,
+    ) -> None:
         """staging[i] = cache[blocks[i]], e.g. on the way to the host.
 
         staging: [n, Hkv, block_size, D]; cache: K or V of one layer, [num_blocks, Hkv, block_size,
-        D]; blocks: int32 [n] on the host.
+        D]; blocks: int32 [n] on the host. on_device: the same there, if they were brought up.
         """
-        self._move_blocks("gather_blocks", staging, cache, blocks)
+        self._move_blocks("gather_blocks", staging, cache, blocks, on_device)
 
-    def scatter_blocks(self, cache: Array, staging: Array, blocks: NDArray[np.int32]) -> None:
+    def scatter_blocks(
+        self,
+        cache: Array,
+        staging: Array,
+        blocks: NDArray[np.int32],
+        on_device: Array | None = None,
+    ) -> None:
         """cache[blocks[i]] = staging[i]; no block twice. Otherwise as `gather_blocks`."""
         op = "scatter_blocks"
         n = self._check.length(op, "blocks", blocks)
         self._check.host_int32(op, "blocks", blocks, (n,))
         if len(np.unique(blocks)) != n:
             raise OperandError(f"{op}: blocks", blocks.tolist(), "without a block twice")
-        self._move_blocks(op, staging, cache, blocks)
+        self._move_blocks(op, staging, cache, blocks, on_device)
+
+    def write_blocks(self, cache: KVCache, blocks: NDArray[np.int32], bits: int) -> None:
+        """Fill blocks, through memory that is taken for it."""
+        for pages in (cache.k, cache.v):
+            shape = (len(blocks), *pages.shape[1:])
+            filling = np.full(shape, bits, f"u{self.dtype.itemsize}").view(self.dtype)
+            self.scatter_blocks(pages, self.runtime.from_host(filling), blocks)
+
+    def read_blocks(
+        self, cache: KVCache, blocks: NDArray[np.int32]
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """K and V of blocks on the host, through memory that is taken for it."""
+        k, v = (self._read(pages, blocks) for pages in (cache.k, cache.v))
+        return k, v
+
+    def _read(self, pages: Array, blocks: NDArray[np.int32]) -> NDArray[Any]:
+        staging = self.runtime.empty((len(blocks), *pages.shape[1:]), self.dtype)
+        self.gather_blocks(staging, pages, blocks)
+        return self.runtime.to_host(staging)
 
     def _move_blocks(
-        self, op: str, staging: Array, cache: Array, blocks: NDArray[np.int32]
+        self,
+        op: str,
+        staging: Array,
+        cache: Array,
+        blocks: NDArray[np.int32],
+        on_device: Array | None,
     ) -> None:
         n = self._check.length(op, "blocks", blocks)
         self._check.on_device(op, "cache", cache)
@@ -115,7 +151,8 @@ class CudaCache:
             raise OperandError(f"{op}: block elements", elements, "whole packs of 16 bytes")
         if not n:
             return
-        (on_device,) = self._staging.upload([blocks])
+        if on_device is None:
+            (on_device,) = self._staging.upload([blocks])
         threads, shares = shared_row(elements, self.dtype.itemsize)
         written, read = (staging, cache) if op == "gather_blocks" else (cache, staging)
         args = (written, read, on_device, np.int64(elements))

@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cupaged.engine.batch import Batch
-from cupaged.ops import KVCache, KVCacheSpec, StepLimits
+from cupaged.ops import STORED_DTYPES, KVCache, KVCacheSpec, StepLimits
 from cupaged.ops.cuda_attention import CudaAttention
 from cupaged.ops.cuda_cache import CudaCache
 from cupaged.ops.cuda_draws import CudaDraws
 from cupaged.ops.cuda_gemm import CudaGemm, CudaWeight
 from cupaged.ops.cuda_sampling import CudaSampling
 from cupaged.ops.cuda_step import CudaStep, upload_step
+from cupaged.ops.cuda_swap import CudaSwap
 from cupaged.ops.gemm_plan import packed_bytes
 from cupaged.ops.kernel_table import KernelTable
 from cupaged.ops.launch_checks import LaunchChecks, OperandError
@@ -61,6 +62,7 @@ class CudaOps:
         self._max_blocks = runtime.properties.multiprocessors * _BLOCKS_PER_MULTIPROCESSOR
         self._gemm = CudaGemm(runtime, dtype)
         self._cache = CudaCache(runtime, self.dtype, self._kernels)
+        self._swap = CudaSwap(runtime, self.dtype, self._cache)
         self._attention = CudaAttention(runtime, dtype)
         self._sampling = CudaSampling(runtime, self._results)
 
@@ -82,10 +84,19 @@ class CudaOps:
         """The blocks of one layer."""
         return self._cache.empty_kv_cache(spec, num_blocks)
 
+    def empty_host_cache(self, spec: KVCacheSpec, num_blocks: int) -> KVCache:
+        """The host's blocks of one layer, in pinned memory."""
+        return self._swap.empty_host_cache(spec, num_blocks)
+
     def asarray(self, host: NDArray[Any]) -> Array:
         """A host array on the device; numbers with a fraction become the storage type."""
         is_integer = host.dtype.kind in "iub"
         return self._gemm.upload(host if is_integer else host.astype(self.dtype, copy=False))
+
+    @property
+    def kept_types(self) -> tuple[str, ...]:
+        """Its own type."""
+        return tuple(name for name, dtype in STORED_DTYPES.items() if dtype == self.dtype)
 
     def pack_weight(
         self, weight: NDArray[Any], bias: NDArray[np.float32] | None = None
@@ -93,7 +104,9 @@ class CudaOps:
         """On the device, in the storage type and the layout that the products read."""
         return self._gemm.pack_weight(weight, bias)
 
-    def weight_bytes(self, out_features: int, in_features: int, has_bias: bool) -> int:
+    def weight_bytes(
+        self, out_features: int, in_features: int, has_bias: bool, stored: str | None = None
+    ) -> int:
         """With the padding of the layout."""
         return packed_bytes(out_features, in_features, has_bias, self.dtype.itemsize)
 
@@ -117,6 +130,7 @@ class CudaOps:
         self._staging.reserve(memory.upload_bytes, limits.max_steps_in_flight)
         self._results.reserve(memory.result_bytes, memory.num_downloads)
         self._sampling.reserve(limits.max_logits, memory.saved_bytes)
+        self._swap.reserve(memory.swap_area_bytes, memory.swap_id_bytes)
 
     def warm_up_counts(self, max_tokens: int) -> list[int]:
         """Only products have other kernels for other numbers of tokens."""
@@ -137,6 +151,16 @@ class CudaOps:
         """Whole blocks, one launch a layer."""
         self._cache.copy_blocks(caches, step)
 
+    def write_blocks(self, cache: KVCache, blocks: NDArray[np.int32], bits: int) -> None:
+        """See `CudaCache`."""
+        self._cache.write_blocks(cache, blocks, bits)
+
+    def read_blocks(
+        self, cache: KVCache, blocks: NDArray[np.int32]
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """See `CudaCache`."""
+        return self._cache.read_blocks(cache, blocks)
+
     def gather_blocks(self, staging: Array, cache: Array, blocks: NDArray[np.int32]) -> None:
         """See `CudaCache`."""
         self._cache.gather_blocks(staging, cache, blocks)
@@ -144,6 +168,14 @@ class CudaOps:
     def scatter_blocks(self, cache: Array, staging: Array, blocks: NDArray[np.int32]) -> None:
         """See `CudaCache`."""
         self._cache.scatter_blocks(cache, staging, blocks)
+
+    def swap_out(self, caches: Sequence[KVCache], host: Sequence[KVCache], step: CudaStep) -> None:
+        """See `CudaSwap`."""
+        self._swap.swap_out(caches, host, step.batch.swap_out)
+
+    def swap_in(self, caches: Sequence[KVCache], host: Sequence[KVCache], step: CudaStep) -> None:
+        """See `CudaSwap`."""
+        self._swap.swap_in(caches, host, step.batch.swap_in)
 
     # ---- rows ------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ tokens, heads or sequences in Python. Scratch memory is kept from step to step a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ class NumpyOps:
     """`Ops` on NumPy. See there for what each operation means."""
 
     dtype = np.dtype(np.float32)
+    kept_types: Collection[str] = ()
 
     def __init__(self) -> None:
         self._scratch = Scratch()
@@ -52,6 +53,10 @@ class NumpyOps:
             np.empty((*shape, spec.v_dim), np.float32),
         )
 
+    def empty_host_cache(self, spec: KVCacheSpec, num_blocks: int) -> KVCache:
+        """Blocks like all others: there is one memory."""
+        return self.empty_kv_cache(spec, num_blocks)
+
     def asarray(self, host: NDArray[Any]) -> NDArray[Any]:
         """The array itself."""
         return host
@@ -60,7 +65,9 @@ class NumpyOps:
         """Keep the arrays as they are: BLAS reads the transpose at the same speed."""
         return NumpyWeight(weight, bias)
 
-    def weight_bytes(self, out_features: int, in_features: int, has_bias: bool) -> int:
+    def weight_bytes(
+        self, out_features: int, in_features: int, has_bias: bool, stored: str | None = None
+    ) -> int:
         """Of float32."""
         return 4 * out_features * (in_features + has_bias)
 
@@ -91,10 +98,26 @@ class NumpyOps:
 
     def copy_blocks(self, caches: Sequence[KVCache], step: NumpyStep) -> None:
         """Whole blocks, layer by layer."""
-        source, destination = step.batch.copies.T
-        for cache in caches:
-            cache.k[destination] = cache.k[source]
-            cache.v[destination] = cache.v[source]
+        _copy_blocks(caches, caches, step.batch.copies)
+
+    def swap_out(self, caches: Sequence[KVCache], host: Sequence[KVCache], step: NumpyStep) -> None:
+        """Whole blocks, layer by layer."""
+        _copy_blocks(caches, host, step.batch.swap_out)
+
+    def swap_in(self, caches: Sequence[KVCache], host: Sequence[KVCache], step: NumpyStep) -> None:
+        """Whole blocks, layer by layer."""
+        _copy_blocks(host, caches, step.batch.swap_in)
+
+    def write_blocks(self, cache: KVCache, blocks: NDArray[np.int32], bits: int) -> None:
+        """Through a view of the same memory as integers."""
+        for pages in (cache.k, cache.v):
+            pages.view(np.uint32)[blocks] = bits
+
+    def read_blocks(
+        self, cache: KVCache, blocks: NDArray[np.int32]
+    ) -> tuple[FloatArray, FloatArray]:
+        """Copies."""
+        return cache.k[blocks], cache.v[blocks]
 
     def embedding(self, out: FloatArray, token_ids: NDArray[np.int32], table: NumpyWeight) -> None:
         """Rows of the table."""
@@ -182,3 +205,13 @@ class NumpyOps:
     def download(self, arrays: Sequence[NDArray[Any]]) -> NumpyDownload:
         """Nothing to copy."""
         return NumpyDownload(arrays)
+
+
+def _copy_blocks(
+    sources: Sequence[KVCache], destinations: Sequence[KVCache], pairs: NDArray[np.int32]
+) -> None:
+    """pairs: int32 [n, 2], (source block, destination block)."""
+    source, destination = pairs.T
+    for old, new in zip(sources, destinations, strict=True):
+        new.k[destination] = old.k[source]
+        new.v[destination] = old.v[source]

@@ -5,12 +5,17 @@ The first half of the `Ops` protocol, and the nouns that it shares with the othe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+import ml_dtypes
+import numpy as np
+
 __all__ = [
+    "BLOCK_ELEMENTS",
     "BYTES_PER_ELEMENT",
+    "STORED_DTYPES",
     "Array",
     "KVCache",
     "KVCacheSpec",
@@ -20,6 +25,18 @@ __all__ = [
 ]
 
 BYTES_PER_ELEMENT = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+BLOCK_ELEMENTS = 32  # numbers that share a scale in the quantised types below
+
+# Types of a checkpoint that may go to a device as they are, by their names there. An item of a
+# quantised one is a block of a row, as ggml defines it.
+STORED_DTYPES: dict[str, np.dtype[Any]] = {
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "Q8_0": np.dtype([("d", "<f2"), ("q", "i1", BLOCK_ELEMENTS)]),
+    "Q4_0": np.dtype([("d", "<f2"), ("q", "u1", BLOCK_ELEMENTS // 2)]),
+    "Q4_1": np.dtype([("d", "<f2"), ("m", "<f2"), ("q", "u1", BLOCK_ELEMENTS // 2)]),
+}
 
 Array: TypeAlias = Any  # an array of the device
 Weight: TypeAlias = Any  # a packed weight; made by `pack_weight`, read by `linear` and `embedding`
@@ -66,6 +83,7 @@ class StepLimits:
     max_logprobs: likeliest tokens told beside a given one.
     max_steps_in_flight: steps submitted before the first of them is collected.
     kv_specs: the different kinds of layers.
+    num_host_blocks: blocks of the host that sequences are swapped to.
     """
 
     max_tokens: int
@@ -78,6 +96,7 @@ class StepLimits:
     max_steps_in_flight: int
     num_q_heads: int
     kv_specs: tuple[KVCacheSpec, ...]
+    num_host_blocks: int = 0
 
     @property
     def prompt_parts(self) -> int:
@@ -98,17 +117,30 @@ class StartOps(Protocol):
     def empty_kv_cache(self, spec: KVCacheSpec, num_blocks: int) -> KVCache:
         """The blocks of one layer."""
 
+    def empty_host_cache(self, spec: KVCacheSpec, num_blocks: int) -> KVCache:
+        """Blocks of one layer in the memory of the host, for `swap_out`: NumPy arrays."""
+
     def asarray(self, host: Array) -> Array:
         """A host array on the device, e.g. the weight of a norm."""
+
+    @property
+    def kept_types(self) -> Collection[str]:
+        """Types of a checkpoint, names of `STORED_DTYPES`, that `pack_weight` takes as they are."""
 
     def pack_weight(self, weight: Array, bias: Array | None = None) -> Weight:
         """Take over a host array [out_features, in_features] and a float32 bias [out_features].
 
-        weight: float32, or already of the ops' type.
+        weight: float32, or of one of the kept types; blocks of 32 are [out_features,
+            in_features / 32].
         """
 
-    def weight_bytes(self, out_features: int, in_features: int, has_bias: bool) -> int:
-        """Memory that `pack_weight` takes for good."""
+    def weight_bytes(
+        self, out_features: int, in_features: int, has_bias: bool, stored: str | None = None
+    ) -> int:
+        """Memory that `pack_weight` takes for good.
+
+        stored: the kept type that it is given; None for float32.
+        """
 
     def rotary_table(
         self, inverse_frequencies: Array, max_positions: int, scale: float = 1.0

@@ -30,6 +30,7 @@ _LISTED_EDITS = 1 << 16  # bytes for biases, bans and allowed tokens, which requ
 _PAIR_BYTES = 12  # of a changed logit: row, token id, value
 _COLUMN_BYTES = (4, 4, 4, 4, 4, 8, 4, 4, 4)  # of a draw, as `sampling.cu` takes it
 _REPORT_BYTES = 12  # of a token told: id, log probability, rank
+_SWAP_AREA_BYTES = 4 << 20  # for blocks of one layer's K or V, on their way to the host or back
 _MAX_PINNED_BYTES = 64 << 20  # for reports on prompts; with more of them it grows
 
 
@@ -95,6 +96,21 @@ class StepMemory:
         ]
         return min(_MAX_WORKSPACE_BYTES, max(wanted, default=0))
 
+    @property
+    def swap_area_bytes(self) -> int:
+        """Of blocks between the device and the host; 0 if the host has none."""
+        return _SWAP_AREA_BYTES if self.limits.num_host_blocks else 0
+
+    @property
+    def swap_id_bytes(self) -> int:
+        """Of the ids of as many blocks as the host has, or as sequences may load at once: several
+        may load the same ones."""
+        limits = self.limits
+        if not limits.num_host_blocks:
+            return 0
+        most_loaded = limits.max_seqs * limits.max_blocks_per_seq
+        return staged_bytes([4 * max(limits.num_host_blocks, most_loaded)])
+
     def total_bytes(self, products: Iterable[tuple[int, int]], dtype: str) -> int:
         """All of it, or what packing weights takes before, if that is more.
 
@@ -104,6 +120,7 @@ class StepMemory:
         """
         products = list(products)
         after = self.upload_bytes + self.saved_bytes + self.result_bytes + self.attention_bytes
+        after += self.swap_area_bytes + self.swap_id_bytes
         after += 4 * self.limits.max_logits + product_bytes(self.limits.max_tokens, products, dtype)
         return max(after, packing_bytes(products))
 

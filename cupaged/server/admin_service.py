@@ -18,6 +18,7 @@ from cupaged.server.conversions import seconds_of
 from cupaged.server.engine_client import EngineClient
 from cupaged.server.rpc import Call
 from cupaged.server.service_errors import PreconditionError
+from cupaged.server.settings import MAX_SECONDS
 from cupaged.server.wire_forms import stats_to_wire
 from cupaged.v1 import admin_pb2 as pb
 
@@ -69,6 +70,7 @@ class AdminService:
             timeout_s = seconds_of(request.timeout, "timeout")
             if timeout_s < 0:
                 raise InvalidParameterError("timeout", timeout_s, ">= 0 seconds")
+            timeout_s = min(timeout_s, MAX_SECONDS)  # of --drain-timeout, too
         number = await self._num_unfinished()
         self._tell("drain_requested", timeout_s)
         return pb.DrainResponse(num_unfinished_requests=number, timeout=_duration(timeout_s))
@@ -76,7 +78,7 @@ class AdminService:
     async def FlushPrefixCache(
         self, request: pb.FlushPrefixCacheRequest, call: Call
     ) -> pb.FlushPrefixCacheResponse:
-        """UNIMPLEMENTED as long as the engine has no such cache."""
+        """UNIMPLEMENTED where the engine has no such cache."""
         freed = await self._client.call("flush_prefix_cache")
         return pb.FlushPrefixCacheResponse(num_blocks=freed)
 

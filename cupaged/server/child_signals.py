@@ -6,11 +6,20 @@ supervisor's to arrange: the child has to live on while the server drains.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 from types import FrameType
 
 PATIENCE_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """From now on the system kills this process when its parent has ended, however that was."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def leave_to_supervisor() -> None:

@@ -24,8 +24,10 @@ class ChildStart:
         index: of a front end, from 0; the first one has AdminService.
         engine_socket: where the engine listens.
         metrics_folder: for `metrics.store_in`; None when nobody will look at the metrics.
+        statistics_file: of a front end, for `SharedCounts`.
         port, admin_port: where this front end listens, never 0; None for a unix socket and for no
             AdminService.
+        others_serve: other front ends do, when this one is started.
     """
 
     settings: ServeSettings
@@ -33,8 +35,10 @@ class ChildStart:
     index: int = 0
     engine_socket: str
     metrics_folder: str | None = None
+    statistics_file: str | None = None
     port: int | None = None
     admin_port: int | None = None
+    others_serve: bool = False
 
     def to_message(self) -> list[Any]:
         """`settings [settings, part]`."""

@@ -7,13 +7,14 @@ Every field is checked, here or by whatever it is handed to, and errors carry na
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
+from cupaged.engine.door import MAX_SALT_BYTES
 from cupaged.errors import InvalidParameterError, PromptError
 from cupaged.sampling_params import SamplingParams
 from cupaged.server.field_paths import PARAMETER_PATHS
@@ -21,13 +22,12 @@ from cupaged.v1 import generation_pb2 as pb
 
 GenerationRequest = pb.GenerateRequest | pb.GenerateStreamRequest
 
-MAX_SALT_BYTES = 256
 MAX_MESSAGES = 2**16  # of a chat
 MAX_DETOKENIZE_IDS = 2**20
 MAX_STRING_CHARS = 4096  # of a stop string and of a bad word
 MAX_ABORT_IDS = 1024
 MAX_INTERVAL_S = 60.0
-_MAX_TIMEOUT_S = 365 * 86400.0
+MAX_TIMEOUT_S = 365 * 86400.0
 _GROUPS = ("sampling", "stopping", "output")
 _PARAMETERS = {path: name for name, path in PARAMETER_PATHS.items()}
 _REQUEST_ID = re.compile(r"[ -~]{1,256}")
@@ -52,56 +52,99 @@ class OutputForm:
         return self.interval_tokens > 1 or (self.interval_tokens == 0 and self.interval_s > 0)
 
 
-def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks for, whichever service it came by.
+
+    prompt: a text, token ids, or a chat that is still to be rendered.
+    parameters: the given ones, by their names in `SamplingParams`, unchecked.
+    priority, cache_salt: None and "" where the request says nothing.
+    max_tokens: of the output where neither the request nor the model says; None for the rest of the
+        context.
+    """
+
+    prompt: str | Sequence[int] | pb.Chat
+    parameters: Mapping[str, Any]
+    form: OutputForm
+    queue_timeout_s: float | None = None
+    priority: int | None = None
+    cache_salt: str = ""
+    max_tokens: int | None = None
+
+
+def asked_of(request: GenerationRequest) -> Asked:
+    """What a request of `cupaged.v1` asks for.
+
+    Raises:
+        PromptError: there is no prompt.
+        InvalidParameterError: an interval or a time is out of range.
+    """
+    return Asked(
+        prompt=prompt_of(request),
+        parameters=parameters_of(request),
+        form=output_form(request),
+        queue_timeout_s=queue_timeout_s(request),
+        priority=request.priority if request.HasField("priority") else None,
+        cache_salt=request.cache_salt,
+    )
+
+
+def parameters_of(request: GenerationRequest) -> dict[str, Any]:
+    """The parameters that a request gives, as they stand in it, by their names."""
+    given: dict[str, Any] = {}
+    for group in _GROUPS:
+        message: Message = getattr(request, group)
+        for field, value in message.ListFields():
+            name = _PARAMETERS.get(f"{group}.{field.name}")
+            if name is not None:
+                given[name] = value
+    return given
+
+
+def sampling_params(
+    given: Mapping[str, Any], defaults: Mapping[str, Any], max_tokens: int | None = None
+) -> SamplingParams:
     """The parameters of a request.
 
     Args:
-        defaults: fields of `SamplingParams` for what the request leaves out; where neither says how
-            long the output may be it is the rest of the context.
+        given: those that it names.
+        defaults: fields of `SamplingParams` for what the request leaves out.
+        max_tokens: the length of the output where neither says.
 
     Raises:
         InvalidParameterError: a value is out of range.
         NotSupportedError: a value that is known and not built.
     """
-    given: dict[str, Any] = {"max_tokens": None, **defaults}
-    for group in _GROUPS:
-        message: Message = getattr(request, group)
-        for field, value in message.ListFields():
-            name = _PARAMETERS.get(f"{group}.{field.name}")
-            if name is None:
-                continue
-            if field.message_type is not None:  # a map
-                value = dict(value)
-            elif field.is_repeated:
-                value = tuple(value)
-            given[name] = value
-    return SamplingParams(**given)
+    return SamplingParams(**{"max_tokens": max_tokens, **defaults, **given})
 
 
-def check_sizes(request: GenerationRequest, *, vocab_size: int, max_model_len: int) -> None:
+def check_sizes(given: Mapping[str, Any], *, vocab_size: int, max_model_len: int) -> None:
     """Refuse lists and strings that are long for no reason, before anybody works on them.
 
     Raises:
         InvalidParameterError: an id must stand twice in a list, or a string is too long.
     """
-    sampling, stopping = request.sampling, request.stopping
     lists = (
-        ("allowed_token_ids", sampling.allowed_token_ids, vocab_size),
-        ("logit_bias", sampling.logit_bias, vocab_size),
-        ("trace_decode_token_ids", sampling.trace_decode_token_ids, max_model_len),
-        ("stop_token_ids", stopping.stop_token_ids, vocab_size),
+        ("allowed_token_ids", vocab_size),
+        ("logit_bias", vocab_size),
+        ("trace_decode_token_ids", max_model_len),
+        ("stop_token_ids", vocab_size),
     )
-    for name, ids, most in lists:
-        if len(ids) > most:
+    for name, most in lists:
+        ids = given.get(name)
+        if isinstance(ids, Sized) and len(ids) > most:
             raise InvalidParameterError(name, len(ids), f"a list of at most {most} ids")
-    for name, strings in (("bad_words", sampling.bad_words), ("stop", stopping.stop)):
-        for i, string in enumerate(strings):
-            if len(string) > MAX_STRING_CHARS:
+    for name in ("bad_words", "stop"):
+        strings = given.get(name)
+        if isinstance(strings, str):
+            strings = [strings]
+        for i, string in enumerate(strings if isinstance(strings, Sequence) else ()):
+            if isinstance(string, str) and len(string) > MAX_STRING_CHARS:
                 allowed = f"at most {MAX_STRING_CHARS} characters long"
                 raise InvalidParameterError(f"{name}[{i}]", len(string), allowed)
 
 
-def prompt_of(request: GenerationRequest) -> str | list[int] | pb.Chat:
+def prompt_of(request: GenerationRequest) -> str | Sequence[int] | pb.Chat:
     """The prompt: a text, token ids, or a chat that is still to be rendered.
 
     Raises:
@@ -111,7 +154,7 @@ def prompt_of(request: GenerationRequest) -> str | list[int] | pb.Chat:
     if kind == "text":
         return request.text
     if kind == "token_ids":
-        return list(request.token_ids.ids)
+        return request.token_ids.ids
     if kind == "chat":
         return request.chat
     raise PromptError("input", None, "text, token_ids or chat")
@@ -171,29 +214,24 @@ def queue_timeout_s(request: GenerationRequest) -> float | None:
     seconds = seconds_of(request.queue_timeout, "queue_timeout")
     if seconds <= 0:
         raise InvalidParameterError("queue_timeout", seconds, "> 0 seconds")
-    return min(seconds, _MAX_TIMEOUT_S)
+    return min(seconds, MAX_TIMEOUT_S)
 
 
-def priority_of(request: GenerationRequest, *, has_priorities: bool) -> int:
+def checked_priority(priority: int | None, *, has_priorities: bool) -> int:
     """Raises InvalidParameterError where the engine's policy does not look at priorities."""
-    if not request.HasField("priority"):
+    if priority is None:
         return 0
     if not has_priorities:
         allowed = "absent: the server's scheduling policy is not 'priority'"
-        raise InvalidParameterError("priority", request.priority, allowed)
-    return request.priority
+        raise InvalidParameterError("priority", priority, allowed)
+    return priority
 
 
-def check_salt(request: GenerationRequest) -> None:
-    """Raises InvalidParameterError if the salt is too long.
-
-    There is nothing else to do with it: this engine shares no cached prefixes.
-    """
-    size = len(request.cache_salt.encode())
-    if size > MAX_SALT_BYTES:
-        raise InvalidParameterError(
-            "cache_salt", request.cache_salt, f"at most {MAX_SALT_BYTES} bytes"
-        )
+def checked_salt(salt: str) -> str | None:
+    """None for no salt. Raises InvalidParameterError if it is too long."""
+    if len(salt.encode()) > MAX_SALT_BYTES:
+        raise InvalidParameterError("cache_salt", salt, f"at most {MAX_SALT_BYTES} bytes")
+    return salt or None
 
 
 def check_request_id(request_id: str) -> str:

@@ -24,7 +24,7 @@ class EngineCalls:
 
     "ping": None. "stats": the fields of `EngineStats`. "audit": None, or an `EngineError` that says
     which invariant is broken. "start_profile", "stop_profile": Python's profiler around the loop;
-    the second gives its table as text. "flush_prefix_cache": not built.
+    the second gives its table as text. "flush_prefix_cache": KV blocks given back.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -72,5 +72,7 @@ class EngineCalls:
         pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(_PROFILE_LINES)
         return text.getvalue()
 
-    def _flush_prefix_cache(self) -> None:
-        raise NotSupportedError("flush_prefix_cache: there is no prefix cache in this version")
+    def _flush_prefix_cache(self) -> int:
+        if not self._core.config.enable_prefix_caching:
+            raise NotSupportedError("flush_prefix_cache: the engine has no prefix cache")
+        return self._core.reset_prefix_cache()

@@ -68,10 +68,17 @@ class EngineClient:
         path: the engine's unix socket.
         name: of this front end, for the engine's log.
         max_pending_tokens: most tokens of one request that may wait unread; then it is aborted.
+        restarts: a dead engine is started again, as long as the server does not end; what the
+            supervisor says counts more, and comes later.
     """
 
     def __init__(
-        self, path: str, *, name: str = "", max_pending_tokens: int = MAX_PENDING_TOKENS
+        self,
+        path: str,
+        *,
+        name: str = "",
+        max_pending_tokens: int = MAX_PENDING_TOKENS,
+        restarts: bool = False,
     ) -> None:
         self.info: EngineInfo | None = None
         self.stats: EngineStats | None = None
@@ -82,6 +89,7 @@ class EngineClient:
         self._path = path
         self._name = name
         self._max_pending_tokens = max_pending_tokens
+        self._restarts = restarts
         self._told = EngineState("loading")  # by the supervisor, or by the end of a connection
         self._is_draining = False
         self._state = self._told
@@ -284,7 +292,8 @@ class EngineClient:
         if self._closed:
             return
         if self._told.phase != "dead":
-            self._told = EngineState("dead", why)
+            restarting = self._restarts and not self._is_draining
+            self._told = EngineState("dead", why, restarting)
         if self._streams or self._calls:
             loop = asyncio.get_running_loop()
             self._burial = loop.call_later(_REASON_SECONDS, self._lose_all, None)

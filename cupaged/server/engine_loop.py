@@ -20,6 +20,7 @@ from cupaged.engine.core import EngineCore
 from cupaged.errors import (
     CupagedError,
     EngineError,
+    KVSanitizerError,
     QueueFullError,
     QueueTimeoutError,
     SlowConsumerError,
@@ -106,7 +107,7 @@ class EngineLoop:
         """Serve until the supervisor says to stop.
 
         Raises:
-            EngineError: the steps fail one after another.
+            EngineError: the steps fail one after another, or memory of the KV pool was misused.
             ControlClosed: the supervisor is gone.
         """
         try:
@@ -158,6 +159,9 @@ class EngineLoop:
         computed, generated = core.num_computed_tokens, core.num_generated_tokens
         try:
             outputs = core.step()
+        except KVSanitizerError as error:
+            self._tell_lost(error)
+            raise  # whatever comes next would be lost, too
         except EngineError as error:
             self._num_failures += 1
             self._tell_lost(error)

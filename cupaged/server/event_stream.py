@@ -1,4 +1,4 @@
-"""The messages of one GenerateStream: what the engine brings, as events, when they are due.
+"""The messages of one stream of answers: what the engine brings, as events, when they are due.
 
 The first tokens are sent at once. After that everything that has come is sent together whenever the
 call takes another message, or as the request's intervals say. A reader that stops reading blocks
@@ -12,6 +12,9 @@ import asyncio
 import math
 import time
 from collections.abc import Iterable
+from typing import Protocol
+
+from google.protobuf.message import Message
 
 from cupaged.engine.completion import Completion
 from cupaged.engine.text_shell import TextRequest
@@ -20,10 +23,27 @@ from cupaged.outputs import CoreOutput
 from cupaged.server.conversions import OutputForm
 from cupaged.server.metrics import RequestMeter
 from cupaged.server.output_stream import OutputStream, Row
-from cupaged.server.responses import Responses
 from cupaged.server.rpc import Context
 from cupaged.server.service_errors import NumericalError
-from cupaged.v1 import generation_pb2 as pb
+
+
+class StreamAnswers(Protocol):
+    """Makes the messages of one stream: one implementation for each service that streams."""
+
+    def started(self, num_cached_tokens: int | None) -> Message | None:
+        """Before all others; None if the service has no such message."""
+
+    def prompt_logprobs(self) -> Iterable[Message]:
+        """Behind it, if the request asked for them."""
+
+    def deltas(self, completion: Completion) -> Iterable[Message]:
+        """What a sample has more than in the last delta."""
+
+    def plain_delta(self, index: int, text: str, token_ids: list[int]) -> bytes:
+        """The same of a sample that is plain; b"" for no message."""
+
+    def finished(self, completion: Completion, ended: float | None) -> Message:
+        """The end of a sample; `ended` is the time if that is the end of the request."""
 
 
 def check_numbers(request: TextRequest) -> None:
@@ -70,7 +90,7 @@ class EventStream:
         context: Context,
         stream: OutputStream,
         request: TextRequest,
-        responses: Responses,
+        responses: StreamAnswers,
         meter: RequestMeter,
     ) -> None:
         self._write = context.write
@@ -100,7 +120,10 @@ class EventStream:
         """
         stream, make, write = self._stream, self._make, self._write
         try:
-            await self._send([self._responses.started().SerializeToString()])
+            num_cached = first[0].num_cached_tokens if first else None
+            started = self._responses.started(num_cached)
+            if started is not None:
+                await self._send([started.SerializeToString()])
             messages = self._make_all(first)
             if self._request.prompt_logprobs is not None:
                 told = [m.SerializeToString() for m in self._responses.prompt_logprobs()]
@@ -176,13 +199,12 @@ class EventStream:
                 messages.append(self._end_of(completion, now).SerializeToString())
         return messages
 
-    def _end_of(self, completion: Completion, now: float) -> pb.GenerateStreamResponse:
+    def _end_of(self, completion: Completion, now: float) -> Message:
         self._num_ended += 1
-        usage = None
-        if self._num_ended == len(self._request.completions):
+        is_last = self._num_ended == len(self._request.completions)
+        if is_last:
             check_numbers(self._request)
-            usage = self._responses.usage(now)
-        return self._responses.finished(completion, usage)
+        return self._responses.finished(completion, now if is_last else None)
 
     async def _send(self, messages: list[bytes]) -> None:
         self._is_writing = True

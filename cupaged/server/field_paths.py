@@ -42,7 +42,7 @@ _DERIVED_PATHS = {
     "bad_words_token_ids": "sampling.bad_words",
     "messages": "chat.messages",
 }
-_PROMPT_NAMES = ("prompt", "prompt length in tokens", "prompt length in characters")
+PROMPT_NAMES = ("prompt", "prompt length in tokens", "prompt length in characters")
 _INDEXED = re.compile(r"([^\[\].]+)(.*)", re.DOTALL)
 
 
@@ -54,7 +54,7 @@ def paths_for(input_field: str) -> Callable[[str], str]:
     """
 
     def path(name: str) -> str:
-        if name in _PROMPT_NAMES:
+        if name in PROMPT_NAMES:
             return input_field
         if name in _DERIVED_PATHS:
             return _DERIVED_PATHS[name]

@@ -6,7 +6,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from cupaged.server import compat
 from cupaged.server.admin_service import AdminService
 from cupaged.server.auth import Tokens
 from cupaged.server.engine_client import EngineClient, EngineState
@@ -18,7 +21,9 @@ from cupaged.server.load_tracker import LoadTracker
 from cupaged.server.model_service import ModelService
 from cupaged.server.model_text import ModelText
 from cupaged.server.observation import Observers
+from cupaged.server.request_intake import RequestIntake
 from cupaged.server.served_model import ServedModel
+from cupaged.server.settings import SERVICES
 from cupaged.server.tls import TlsFiles
 from cupaged.v1 import admin_pb2, generation_pb2, model_pb2
 
@@ -42,6 +47,8 @@ class FrontEndOptions:
         drain_timeout_s: how long calls may go on after the end was asked for.
         log_level: at the start.
         features: what GetServerInfo lists.
+        services: names of those that are served.
+        statistics_file: see `compat.ServiceParts`.
     """
 
     host: str = "127.0.0.1"
@@ -54,6 +61,8 @@ class FrontEndOptions:
     drain_timeout_s: float = 30.0
     log_level: str = "info"
     features: tuple[str, ...] = ()
+    services: tuple[str, ...] = SERVICES
+    statistics_file: Path | None = None
 
 
 class FrontEnd:
@@ -84,10 +93,21 @@ class FrontEnd:
         self._client = client
         self._tell = tell
         self._loads = LoadTracker()
-        self._generation = GenerationService(model, client, observers)
-        self._models = ModelService(model, client, self._loads, features=options.features)
-        self._health = HealthService([GENERATION.full_name, MODEL.full_name])
-        services = [(GENERATION, self._generation), (MODEL, self._models), (HEALTH, self._health)]
+        intake = RequestIntake(model, client, observers)
+        parts = compat.ServiceParts(intake, self._loads, options.statistics_file)
+        self._compatible = [
+            compat.load(name, parts) for name in options.services if name in compat.MODULES
+        ]
+        self._models = ModelService(
+            model, client, self._loads, features=options.features,
+            compatible_packages=[s.descriptor.file.package for s in self._compatible],
+        )  # fmt: skip
+        services: list[tuple[Any, object]] = []
+        if "v1" in options.services:
+            services += [(GENERATION, GenerationService(intake)), (MODEL, self._models)]
+        services += [(service.descriptor, service) for service in self._compatible]
+        self._health = HealthService([descriptor.full_name for descriptor, _ in services])
+        services.append((HEALTH, self._health))
         self._server = GrpcServer(options.grpc, services, tokens=tokens, tls=options.tls)
         self._admin_server: GrpcServer | None = None
         if options.admin_port is not None:
@@ -157,6 +177,8 @@ class FrontEnd:
         self._health.set_serving(False)
         self._health.close()
         self._models.close()
+        for service in self._compatible:
+            service.close()
         await self._server.stop(grace_s)
         if self._admin_server is not None:
             await self._admin_server.stop(0)

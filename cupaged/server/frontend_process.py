@@ -1,8 +1,9 @@
 """A front end's process: `python -m cupaged.server.frontend_process FD`.
 
 FD is the control channel. The process listens at once, and answers LOADING until the engine is
-ready and the tokenizer is read. It ends when it has drained, when it is told to stop, or when the
-supervisor is gone; what it dies of it says on the channel first.
+ready and the tokenizer is read; where others serve meanwhile, it gets ready first, so that they get
+the connections. It ends when it has drained, when it is told to stop, or when the
+supervisor is gone; what it dies of it says on the channel first, but for a want of memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from cupaged.errors import CupagedError
 from cupaged.server import log_setup, metrics, tracing
 from cupaged.server.auth import Tokens
-from cupaged.server.child_signals import stay
+from cupaged.server.child_signals import end_with_parent, stay
 from cupaged.server.child_start import ORPHANED, ChildStart, run_child
 from cupaged.server.control import ControlChannel, ControlClosed
 from cupaged.server.engine_client import EngineClient
@@ -28,6 +29,7 @@ from cupaged.server.front_end import FrontEnd, FrontEndOptions
 from cupaged.server.grpc_server import GrpcOptions
 from cupaged.server.model_text import ModelText, load_text, local_model
 from cupaged.server.observation import Observers
+from cupaged.server.out_of_memory import EndWhenOutOfMemory
 from cupaged.server.request_log import RequestLog
 from cupaged.server.served_model import ServedModel
 from cupaged.server.settings import API_KEY_VARIABLE, ServeSettings
@@ -35,11 +37,13 @@ from cupaged.server.tls import TlsFiles
 from cupaged.server.wire import Message, error_to_wire
 
 FAILURE = 1
+_PATIENCE_S = 10.0  # with an engine that is not ready, before LOADING is the better answer
 _logger = logging.getLogger(__name__)
 
 
 def main(fd: int) -> int:
-    """Run the process; the exit code."""
+    """Run the process; the exit code. Without a supervisor it would keep the port from others."""
+    end_with_parent()
     return run_child(fd, _run)
 
 
@@ -63,12 +67,14 @@ class FrontEndProcess:
         """Serve until the end; the exit code."""
         settings = self._start.settings
         loop = asyncio.get_running_loop()
+        EndWhenOutOfMemory().install(loop)
         try:
             tracer = tracing.build(settings.otlp_endpoint, model_name=settings.model_names[0])
             self._client = EngineClient(
                 self._start.engine_socket,
                 name=self._start.name,
                 max_pending_tokens=settings.stream_buffer_tokens,
+                restarts=settings.restart_engine,
             )
             self._front_end = front_end(self._start, self._client, tracer, self._tell)
         except CupagedError as error:
@@ -77,8 +83,13 @@ class FrontEndProcess:
         serving: asyncio.Task[None] | None = None
         loop.add_reader(self._control.fileno(), self._hear)
         try:
-            address = await self._front_end.start()
-            serving = loop.create_task(self._begin_serving(address))
+            is_ready = self._start.others_serve and await self._get_ready_first()
+            if not self._ending.is_set():
+                address = await self._front_end.start()
+                if is_ready:
+                    self._tell("listening", address)
+                else:
+                    serving = loop.create_task(self._begin_serving(address))
             await self._ending.wait()
         except CupagedError as error:
             self._die(error)
@@ -91,7 +102,23 @@ class FrontEndProcess:
         return self._code
 
     async def _begin_serving(self, address: str) -> None:
-        """Read the tokenizer; tell where this front end listens when it can serve."""
+        """Tell where this front end listens when it can serve."""
+        if await self._get_ready():
+            self._tell("listening", address)
+
+    async def _get_ready_first(self) -> bool:
+        """The same before it listens; false if that takes too long, or the end comes first."""
+        await self._client.connect(wait=False)
+        getting = asyncio.create_task(self._get_ready())
+        ending = asyncio.create_task(self._ending.wait())
+        either = asyncio.FIRST_COMPLETED
+        done, _ = await asyncio.wait({getting, ending}, timeout=_PATIENCE_S, return_when=either)
+        for task in (getting, ending):
+            task.cancel()
+        return getting in done and getting.result()
+
+    async def _get_ready(self) -> bool:
+        """Read the tokenizer, and wait for the engine; false if it dies of that."""
         settings = self._start.settings
         try:
             path = await asyncio.to_thread(local_model, settings.model)
@@ -102,15 +129,15 @@ class FrontEndProcess:
             self._front_end.set_text(await asyncio.to_thread(_text, settings, path))
         except CupagedError as error:
             self._die(error)
-            return
+            return False
         except Exception as error:
             _logger.exception("the tokenizer cannot be read")
             self._die(error)
-            return
+            return False
         gc.collect()
         gc.freeze()  # what is loaded stays: no collection needs to look at it again
         await self._client.wait_ready()
-        self._tell("listening", address)
+        return True
 
     def _hear(self) -> None:
         """What the supervisor says; the end of the channel is the end of this process."""
@@ -182,6 +209,8 @@ def front_end(
         tls=tls,
         drain_timeout_s=settings.drain_timeout,
         log_level=settings.log_level,
+        services=settings.services,
+        statistics_file=Path(start.statistics_file) if start.statistics_file else None,
     )
     observers = Observers(
         metrics.FrontEndMetrics(settings.model_names[0]),

@@ -9,61 +9,46 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
-from typing import TypeVar
 
-from cupaged.errors import EngineError, InvalidParameterError, PromptError
+from cupaged.errors import InvalidParameterError, PromptError
 from cupaged.server.conversions import (
-    MAX_ABORT_IDS,
     MAX_DETOKENIZE_IDS,
     GenerationRequest,
-    check_request_id,
+    asked_of,
 )
-from cupaged.server.engine_client import EngineClient
-from cupaged.server.event_stream import EventStream, check_numbers
+from cupaged.server.event_stream import EventStream
 from cupaged.server.field_paths import paths_for
-from cupaged.server.observation import Observation, Observers
+from cupaged.server.observation import Observation
 from cupaged.server.output_stream import OutputStream
 from cupaged.server.plain_deltas import PlainDeltas
+from cupaged.server.request_intake import RequestIntake, read_whole, run_quickly
 from cupaged.server.responses import Responses
 from cupaged.server.rpc import REQUEST_ID_KEY, Call
 from cupaged.server.served_model import Prepared, ServedModel
-from cupaged.server.service_errors import DeadlinePassedError
 from cupaged.v1 import generation_pb2 as pb
-
-T = TypeVar("T")
-_QUICK_BYTES = 4096  # a request of that size is prepared at once, a larger one in a thread
 
 
 class GenerationService:
     """Answers with one model.
 
     Args:
-        model: of this front end.
-        client: of the engine.
-        observers: of all requests.
+        intake: of this front end.
     """
 
-    def __init__(self, model: ServedModel, client: EngineClient, observers: Observers) -> None:
-        self._model = model
-        self._client = client
-        self._observers = observers
+    def __init__(self, intake: RequestIntake) -> None:
+        self._model = intake.model
+        self._client = intake.client
+        self._intake = intake
         self._plain = PlainDeltas()
 
     async def Generate(self, request: pb.GenerateRequest, call: Call) -> pb.GenerateResponse:
         """Answer when the last sample has ended."""
-        observation = Observation(self._observers, call, "Generate", stream=False)
+        observation = self._intake.observe(call, "Generate", stream=False)
         stream: OutputStream | None = None
         try:
             prepared = await self._prepare(request, call, observation)
-            stream = self._client.submit(prepared.core, prepared.queue_timeout_s)
-            text = prepared.text_request(self._model.tokenizer, observation.arrival_time)
-            while not text.finished:
-                outputs = await stream.next()
-                if not outputs:
-                    raise EngineError("the request ended before its output did")
-                text.append_all(outputs, time.perf_counter(), stream.end_sample)
-            check_numbers(text)
+            stream, text = self._intake.submit(prepared, observation)
+            await read_whole(stream, text)
             answers = Responses(text, self._model.name, prepared.form, self._model.text.token_bytes)
             response = answers.whole(time.perf_counter())
             await call.check_size(response.ByteSize())
@@ -79,12 +64,11 @@ class GenerationService:
 
     async def GenerateStream(self, request: pb.GenerateStreamRequest, call: Call) -> None:
         """Answer as the tokens come."""
-        observation = Observation(self._observers, call, "GenerateStream", stream=True)
+        observation = self._intake.observe(call, "GenerateStream", stream=True)
         stream: OutputStream | None = None
         try:
             prepared = await self._prepare(request, call, observation)
-            stream = self._client.submit(prepared.core, prepared.queue_timeout_s)
-            text = prepared.text_request(self._model.tokenizer, observation.arrival_time)
+            stream, text = self._intake.submit(prepared, observation)
             answers = Responses(
                 text, self._model.name, prepared.form, self._model.text.token_bytes, self._plain
             )
@@ -103,12 +87,7 @@ class GenerationService:
 
     async def Abort(self, request: pb.AbortRequest, call: Call) -> pb.AbortResponse:
         """End requests of any front end."""
-        ids = list(dict.fromkeys(request.request_ids))
-        if len(ids) > MAX_ABORT_IDS:
-            raise InvalidParameterError("request_ids", len(ids), f"at most {MAX_ABORT_IDS} ids")
-        aborted: list[str] = []
-        if ids and self._client.state.phase in ("ready", "draining"):  # else nothing is live
-            aborted = await self._client.call("abort_ids", ids)
+        aborted = await self._intake.abort(request.request_ids)
         return pb.AbortResponse(aborted_request_ids=aborted)
 
     async def Tokenize(self, request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
@@ -127,7 +106,7 @@ class GenerationService:
                 return model.tokenizer.encode(text) if given else token_ids
             raise PromptError("input", None, "text or chat")
 
-        token_ids = await _run(tokenize, call.num_bytes, kind == "chat")
+        token_ids = await run_quickly(tokenize, call.num_bytes, kind == "chat")
         info = model.info
         max_model_len = 0 if info is None else info.config.max_model_len
         return pb.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
@@ -149,7 +128,7 @@ class GenerationService:
                     raise InvalidParameterError(f"token_ids[{i}]", token, allowed)
             return model.tokenizer.decode(ids, skip_special_tokens=skip)
 
-        text = await _run(detokenize, call.num_bytes, False)
+        text = await run_quickly(detokenize, call.num_bytes, False)
         return pb.DetokenizeResponse(text=text)
 
     async def ApplyChatTemplate(
@@ -158,7 +137,9 @@ class GenerationService:
         """The prompt that a chat becomes."""
         model = self._open_model(request.model)
         call.field_path = paths_for("chat")
-        text, token_ids = await _run(lambda: model.render(request.chat), call.num_bytes, True)
+        text, token_ids = await run_quickly(
+            lambda: model.render(request.chat), call.num_bytes, True
+        )
         return pb.ApplyChatTemplateResponse(text=text, token_ids=token_ids)
 
     def _open_model(self, name: str) -> ServedModel:
@@ -174,31 +155,13 @@ class GenerationService:
     async def _prepare(
         self, request: GenerationRequest, call: Call, observation: Observation
     ) -> Prepared:
-        """Whatever has to be right before the engine hears of a request."""
         kind = request.WhichOneof("input") or "input"
         call.field_path = paths_for(kind)
-        request_id = request.request_id or call.metadata(REQUEST_ID_KEY) or str(uuid.uuid4())
-        observation.identified(check_request_id(request_id))
-        error = self._client.state.error()
-        if error is not None:
-            raise error
-        remaining = call.context.time_remaining()
-        if remaining is not None and remaining <= 0:
-            raise DeadlinePassedError("the deadline had passed when the request arrived")
-        model = self._model
-        model.check_name(request.model)
-        prepared = await _run(
-            lambda: model.prepare(request_id, request, call.facts), call.num_bytes, kind == "chat"
+        return await self._intake.prepare(
+            request.request_id or call.metadata(REQUEST_ID_KEY) or str(uuid.uuid4()),
+            request.model,
+            lambda: asked_of(request),
+            call,
+            observation,
+            is_chat=kind == "chat",
         )
-        observation.meter.num_prompt_tokens = len(prepared.core.prompt_token_ids)
-        operation = "chat" if kind == "chat" else "text_completion"
-        shown = prepared.core.prompt_token_ids if prepared.text is None else prepared.text
-        observation.asked(operation, prepared.core.params, shown)
-        return prepared
-
-
-async def _run(work: Callable[[], T], num_bytes: int, is_slow: bool) -> T:
-    """Do what is quick here, and the rest in a thread, so that other calls go on meanwhile."""
-    if num_bytes <= _QUICK_BYTES and not is_slow:
-        return work()
-    return await asyncio.get_running_loop().run_in_executor(None, work)

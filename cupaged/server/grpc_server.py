@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.descriptor_pool import Default, DescriptorPool
 from grpc_reflection.v1alpha import reflection
 
 from cupaged.errors import ConfigError
@@ -56,6 +58,22 @@ class GrpcOptions:
         return options
 
 
+class _Pools:
+    """Several descriptor pools as the one that reflection asks: the first that knows answers."""
+
+    def __init__(self, pools: Iterable[DescriptorPool]) -> None:
+        self._pools = {id(pool): pool for pool in (Default(), *pools)}.values()
+
+    def __getattr__(self, find: str) -> Callable[..., Any]:
+        def ask(*what: Any) -> Any:
+            for pool in self._pools:
+                with suppress(KeyError):
+                    return getattr(pool, find)(*what)
+            raise KeyError(what)
+
+        return ask
+
+
 class GrpcServer:
     """One server and its services.
 
@@ -90,7 +108,8 @@ class GrpcServer:
         ]
         self._server.add_generic_rpc_handlers(handlers)
         names = [descriptor.full_name for descriptor, _ in services]
-        reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], self._server)
+        pool: Any = _Pools([descriptor.file.pool for descriptor, _ in services])
+        reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], self._server, pool)
 
     def listen(self, host: str, port: int) -> int:
         """Listen at a TCP port, 0 for any; returns its number.

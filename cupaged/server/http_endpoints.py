@@ -160,9 +160,11 @@ class _Server(ThreadingHTTPServer):
         self.address_family = family
         self.state = state
         self.page = page
-        self._open: dict[socket.socket, float] = {}  # since when, monotonic seconds
+        self._open: dict[socket.socket, float] = {}  # since when, in seconds of `_running_s`
         self._answered: set[socket.socket] = set()  # those whose request is whole
         self._lock = threading.Lock()
+        self._running_s = 0.0
+        self._looked = time.monotonic()
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -175,6 +177,7 @@ class _Server(ThreadingHTTPServer):
         When all are taken, the oldest that has not said what it wants has to go, so that those who
         say nothing keep no probe away; without such a one the new connection is closed at once.
         """
+        self._count_seconds()
         with self._lock:
             full = len(self._open) >= MAX_CONNECTIONS
             silent = next((c for c in self._open if c not in self._answered), None)
@@ -183,7 +186,7 @@ class _Server(ThreadingHTTPServer):
                 _shut(silent)
                 full = False
             if not full:
-                self._open[request] = time.monotonic()
+                self._open[request] = self._running_s
         if full:
             _logger.warning("%d HTTP connections are open: refused another one", MAX_CONNECTIONS)
             self.shutdown_request(request)
@@ -198,11 +201,18 @@ class _Server(ThreadingHTTPServer):
 
     def service_actions(self) -> None:
         """Called by the loop after each tick and each connection."""
+        self._count_seconds()
         self.cut(older_than_s=REQUEST_SECONDS)
+
+    def _count_seconds(self) -> None:
+        """Of the loop: those for which the process stood still are no fault of a client."""
+        now = time.monotonic()
+        self._running_s += min(now - self._looked, 2 * _TICK_SECONDS)
+        self._looked = now
 
     def cut(self, *, older_than_s: float) -> None:
         """Shut the connections down that are open for longer; their threads end by that."""
-        limit = time.monotonic() - older_than_s
+        limit = self._running_s - older_than_s
         with self._lock:
             for connection, since in self._open.items():
                 if since <= limit:

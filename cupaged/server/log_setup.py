@@ -18,7 +18,7 @@ import re
 import sys
 import time
 from contextvars import ContextVar
-from typing import IO, Any
+from typing import Any, Protocol
 
 from cupaged.errors import ConfigError
 
@@ -38,12 +38,19 @@ _FIELDS = "fields"
 _PLAIN = re.compile(r"[^\s\"'=\\]+")
 
 
+class TextOutput(Protocol):
+    """Takes lines."""
+
+    def write(self, text: str, /) -> object: ...
+    def flush(self) -> object: ...
+
+
 def configure(
     process: str,
     *,
     log_format: str = "text",
     level: str = "info",
-    stream: IO[str] | None = None,
+    stream: TextOutput | None = None,
 ) -> None:
     """Send the logs of this process to one stream. Call it once, first thing in the process.
 
@@ -61,7 +68,8 @@ def configure(
     if log_format not in FORMATS:
         raise ConfigError("log_format", log_format, " or ".join(map(repr, FORMATS)))
     set_level(level)
-    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    to: TextOutput = sys.stderr if stream is None else stream
+    handler = logging.StreamHandler(to)
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
     root = logging.getLogger()
     for old in root.handlers[:]:

@@ -162,8 +162,52 @@ ENGINE = (
     ),
     MetricSpec(
         "num_preemptions_total", "counter", "engine",
-        "Sequences whose blocks were taken away to be computed again later.",
+        "Sequences whose blocks were taken away, to be computed again later or swapped out.",
         vllm=("num_preemptions_total",),
+    ),
+    MetricSpec(
+        "num_swap_preemptions_total", "counter", "engine",
+        "Those of them whose blocks were swapped out to the host's memory.",
+    ),
+    MetricSpec(
+        "num_requests_swapped", "gauge", "engine",
+        "Waiting sequences whose blocks are in the host's memory.",
+        vllm=("num_requests_swapped",),
+    ),
+    MetricSpec(
+        "host_cache_usage_perc", "gauge", "engine",
+        "Blocks of the host's memory in use over all of them; 0 if there are none.",
+        vllm=("cpu_cache_usage_perc",),
+    ),
+    MetricSpec(
+        "swapped_out_blocks_total", "counter", "engine",
+        "KV blocks of preempted sequences copied to the host's memory.",
+    ),
+    MetricSpec(
+        "swapped_in_blocks_total", "counter", "engine",
+        "KV blocks of preempted sequences copied back from the host's memory.",
+    ),
+    MetricSpec(
+        "host_cache_offloaded_perc", "gauge", "engine",
+        "Share of the host's KV blocks that keep what was evicted from the prefix cache.",
+    ),
+    MetricSpec(
+        "offloaded_blocks_total", "counter", "engine",
+        "KV blocks evicted from the prefix cache and copied to the host's memory.",
+    ),
+    MetricSpec(
+        "loaded_blocks_total", "counter", "engine",
+        "Those of them that were copied back for a request.",
+    ),
+    MetricSpec(
+        "prefix_cache_queries_total", "counter", "engine",
+        "Prompt tokens of new requests that were looked up in the prefix cache.",
+        vllm=("prefix_cache_queries_total",),
+    ),
+    MetricSpec(
+        "prefix_cache_hits_total", "counter", "engine",
+        "Those of them that were found there and not computed.",
+        vllm=("prefix_cache_hits_total",),
     ),
     MetricSpec(
         "generation_tokens_total", "counter", "engine", "Tokens drawn.",

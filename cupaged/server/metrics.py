@@ -226,6 +226,19 @@ class RequestMeter:
             self._metrics.streams_active.dec()
 
 
+# Counts of `EngineStats`, and the counters that tell them.
+_TOTALS = {
+    "num_preemptions_total": "num_preemptions_total",
+    "num_swap_preemptions_total": "num_swap_preemptions_total",
+    "blocks_swapped_out_total": "swapped_out_blocks_total",
+    "blocks_swapped_in_total": "swapped_in_blocks_total",
+    "blocks_offloaded_total": "offloaded_blocks_total",
+    "blocks_loaded_total": "loaded_blocks_total",
+    "prefix_cache_queries_total": "prefix_cache_queries_total",
+    "prefix_cache_hits_total": "prefix_cache_hits_total",
+}
+
+
 class EngineMetrics:
     """The steps and the state of the engine. Make one a process, in the engine's.
 
@@ -249,11 +262,14 @@ class EngineMetrics:
         self._waiting = made.one_gauge("num_requests_waiting")
         self._tokens_waiting = made.one_gauge("num_tokens_waiting")
         self._kv_usage = made.one_gauge("kv_cache_usage_perc")
-        self._preemptions = made.one_counter("num_preemptions_total")
+        self._swapped = made.one_gauge("num_requests_swapped")
+        self._host_usage = made.one_gauge("host_cache_usage_perc")
+        self._offloaded = made.one_gauge("host_cache_offloaded_perc")
+        self._totals = {field: made.one_counter(name) for field, name in _TOTALS.items()}
+        self._counted = dict.fromkeys(_TOTALS, 0)
         self._generated = made.one_counter("generation_tokens_total")
         self._step_tokens = made.one_histogram("iteration_tokens_total")
         self._step_time = made.one_histogram("step_time_seconds")
-        self._num_preemptions = 0
         info = made.gauge("cache_config_info")
         info.labels(model_name, str(block_size), str(num_blocks)).set(1)
 
@@ -276,8 +292,14 @@ class EngineMetrics:
         self._waiting.set(stats.num_waiting + stats.num_preempted)
         self._tokens_waiting.set(stats.num_queued_tokens)
         self._kv_usage.set(stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0)
-        self._preemptions.inc(stats.num_preemptions_total - self._num_preemptions)
-        self._num_preemptions = stats.num_preemptions_total
+        self._swapped.set(stats.num_swapped)
+        num_host_blocks = max(1, stats.num_host_blocks)
+        self._host_usage.set(stats.num_used_host_blocks / num_host_blocks)
+        self._offloaded.set(stats.num_kept_host_blocks / num_host_blocks)
+        for field, counter in self._totals.items():
+            total = getattr(stats, field)
+            counter.inc(total - self._counted[field])
+            self._counted[field] = total
 
 
 class SupervisorMetrics:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import platform
 import time
+from collections.abc import Sequence
 from importlib import metadata
 
 from cupaged._version import __version__
@@ -34,6 +35,7 @@ class ModelService:
         client: of the engine.
         loads: kept up to date by the front end.
         features: what the server can do beyond the first version of the interface.
+        compatible_packages: of the services beside those of cupaged.
         start_time_ns: when the server was started, in nanoseconds since 1970.
     """
 
@@ -44,12 +46,14 @@ class ModelService:
         loads: LoadTracker,
         *,
         features: tuple[str, ...] = (),
+        compatible_packages: Sequence[str] = (),
         start_time_ns: int | None = None,
     ) -> None:
         self._model = model
         self._client = client
         self._loads = loads
         self._features = features
+        self._packages = [generation_pb2.DESCRIPTOR.package, *compatible_packages]
         self._start_time_ns = time.time_ns() if start_time_ns is None else start_time_ns
         self._load_time_ns: int | None = None
         self._closing = asyncio.Event()
@@ -85,13 +89,13 @@ class ModelService:
         info = self._client.info
         response = pb.GetServerInfoResponse(
             version=__version__,
-            features=self._features,
+            features=[*self._features, *_features(info)],
             build=pb.BuildInfo(
                 python_version=platform.python_version(),
                 platform=f"{platform.system()} {platform.machine()}",
                 packages=_versions(),
             ),
-            api_packages=[generation_pb2.DESCRIPTOR.package],
+            api_packages=self._packages,
             device="" if info is None else _device(info),
         )
         response.start_time.FromNanoseconds(self._start_time_ns)
@@ -193,3 +197,10 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
+
+
+def _features(info: EngineInfo | None) -> list[str]:
+    """What the engine adds to the features, as soon as it is known."""
+    if info is None or not info.config.enable_prefix_caching:
+        return []
+    return ["prefix_cache"]

@@ -31,6 +31,7 @@ class Observation:
 
     Attributes:
         meter: counts what is written.
+        is_answered: the request was answered to its end.
         arrival_time: seconds on the clock of `time.perf_counter`, as all times of the engine.
     """
 
@@ -45,6 +46,7 @@ class Observation:
         self._stream = stream
         self._span = RequestSpan()
         self._ended = False
+        self.is_answered = False
         call.on_failure = self._failed
 
     def identified(self, request_id: str) -> None:
@@ -65,7 +67,7 @@ class Observation:
 
     def finished(self, request: TextRequest, num_bytes: int = 0) -> None:
         """The request is answered to its end; `num_bytes` is the size of the last message."""
-        self._ended = True
+        self._ended = self.is_answered = True
         now = time.perf_counter()
         times = request.metrics(now)
         reasons = [c.finish_reason or "error" for c in request.completions]

@@ -31,8 +31,8 @@ class OutputStream:
 
     __slots__ = (
         "_closed", "_due", "_error", "_finished", "_first_scheduled_time", "_forget", "_loop",
-        "_make", "_max_pending_tokens", "_num_pending", "_num_preemptions", "_rows", "_send_abort",
-        "_send_end", "_waiter", "n", "on_failure", "request_id",
+        "_make", "_max_pending_tokens", "_num_cached_tokens", "_num_pending", "_num_preemptions",
+        "_rows", "_send_abort", "_send_end", "_waiter", "n", "on_failure", "request_id",
     )  # fmt: skip
 
     def __init__(
@@ -63,6 +63,7 @@ class OutputStream:
         self._finished: set[int] = set()
         self._closed = False
         self._num_preemptions = 0
+        self._num_cached_tokens = 0
         self._first_scheduled_time: float | None = None
 
     @property
@@ -223,18 +224,21 @@ class OutputStream:
                 index,
                 tokens,
                 num_preemptions=self._num_preemptions,
+                num_cached_tokens=self._num_cached_tokens,
                 first_scheduled_time=self._first_scheduled_time,
             )
         self._num_preemptions = more.get("num_preemptions", self._num_preemptions)
+        self._num_cached_tokens = more.get("num_cached_tokens", self._num_cached_tokens)
         self._first_scheduled_time = more.get("first_scheduled_time", self._first_scheduled_time)
-        logprobs = more.get("logprobs")
+        logprobs, prompt = more.get("logprobs"), more.get("prompt_logprobs")
         return CoreOutput(
             request_id=self.request_id,
             index=index,
             new_token_ids=tokens,
             logprobs=None if logprobs is None else logprobs_from_wire(logprobs),
-            prompt_logprobs=logprobs_from_wire(more.get("prompt_logprobs", [])),
+            prompt_logprobs=() if prompt is None else logprobs_from_wire(prompt),
             num_preemptions=self._num_preemptions,
+            num_cached_tokens=self._num_cached_tokens,
             first_scheduled_time=self._first_scheduled_time,
             finish_reason=more.get("finish_reason"),
             stop_reason=more.get("stop_reason"),

@@ -17,6 +17,7 @@ _PREFIX = "cupaged-serve-"
 _LOCK = "lock"
 _SOCKET = "engine.sock"
 _METRICS = "metrics"
+_STATISTICS = "statistics"
 _MAX_FOLDER_BYTES = 107 - len(f"/{_SOCKET}")
 _MIN_STALE_SECONDS = 60.0  # a younger one may not have taken its lock yet
 
@@ -33,6 +34,7 @@ class PrivateFolder:
         self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.metrics.mkdir()
+        self.statistics.mkdir()
 
     @property
     def socket(self) -> Path:
@@ -43,6 +45,11 @@ class PrivateFolder:
     def metrics(self) -> Path:
         """Files of all processes' metrics."""
         return self.path / _METRICS
+
+    @property
+    def statistics(self) -> Path:
+        """Files of the counts that front ends share."""
+        return self.path / _STATISTICS
 
     def __enter__(self) -> PrivateFolder:
         return self

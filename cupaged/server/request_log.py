@@ -78,9 +78,10 @@ class RequestLog:
         if error is not None:
             text = str(error) if self._log_prompts else text_without_prompt(error)
         traceback = error if ours and not isinstance(error, CupagedError) else None
+        level = logging.ERROR if traceback else logging.WARNING if ours else logging.INFO
         log(
             self._logger,
-            logging.WARNING if ours else logging.INFO,
+            level,
             "request failed",
             exc_info=traceback,
             method=method,

@@ -50,12 +50,13 @@ class Responses:
         self._token_bytes = token_bytes
         self._encode_plain = (plain or PlainDeltas()).encode
 
-    def started(self) -> pb.GenerateStreamResponse:
-        """The first event of a stream."""
+    def started(self, num_cached_tokens: int | None) -> pb.GenerateStreamResponse:
+        """The first event of a stream; None if nobody knows what was cached."""
         started = pb.Started(
             request_id=self._request.request_id,
             model=self._model,
             prompt_tokens=len(self._request.prompt_token_ids),
+            cached_tokens=num_cached_tokens,
             prompt=self._prompt(),
         )
         return pb.GenerateStreamResponse(started=started)
@@ -93,9 +94,12 @@ class Responses:
             return self._encode_plain(index, text, token_ids)
         return self._encode_plain(index, text, ()) if text else b""
 
-    def finished(self, completion: Completion, usage: pb.Usage | None) -> pb.GenerateStreamResponse:
-        """The end of a sample; `usage` belongs to the last event of a stream."""
+    def finished(
+        self, completion: Completion, ended: float | None = None
+    ) -> pb.GenerateStreamResponse:
+        """The end of a sample; the last event of a stream carries the usage until `ended`."""
         assert completion.finish_reason is not None
+        usage = None if ended is None else self.usage(ended)
         finished = pb.Finished(
             index=completion.index,
             reason=_REASONS[completion.finish_reason],

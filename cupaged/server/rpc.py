@@ -1,19 +1,21 @@
 """Methods of a service as handlers of gRPC: bytes in, messages out, one status at the end.
 
 A method is a coroutine `method(request, call)`; one that streams writes to the call and returns
-None. Whatever it raises becomes a status by the table of `error_status`. gRPC's own deserialisers
-are not used, so that a request that cannot be read is refused with the name of its field.
+None, and one that takes a stream is `method(requests, call)`, see `_both_streaming`. Whatever it
+raises becomes a status by the table of `error_status`. gRPC's own deserialisers are not used, so
+that a request that cannot be read is refused with the name of its field.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from cupaged.errors import CupagedError
 from cupaged.server.error_status import RpcStatus, status_of
@@ -63,13 +65,17 @@ class Call:
         self.on_failure(RpcStatus(code, text, (), ""), CupagedError(text))
         await self.context.abort(code, text)
 
-    async def fail(self, error: Exception, *, debug: bool) -> None:
-        """End the call with the status of an error; raises gRPC's AbortError."""
+    def failed(self, error: Exception, *, debug: bool = False) -> RpcStatus:
+        """The status of an error that has ended the request."""
         status = status_of(error, field_path=self.field_path, facts=self.facts, debug=debug)
         if self.request_id:
             status = status.with_metadata((REQUEST_ID_KEY, self.request_id))
         self.on_failure(status, error)
-        await self.context.abort_with_status(status)
+        return status
+
+    async def fail(self, error: Exception, *, debug: bool) -> None:
+        """End the call with the status of an error; raises gRPC's AbortError."""
+        await self.context.abort_with_status(self.failed(error, debug=debug))
 
 
 def _log_bug(status: RpcStatus, error: Exception) -> None:
@@ -90,11 +96,14 @@ def service_handler(
     """
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for method in service.methods:
-        kind: type[Message] = method.input_type._concrete_class
+        kind = GetMessageClass(method.input_type)
         function = getattr(servicer, method.name, None)
         if function is None:
             continue  # of a later version of the service: UNIMPLEMENTED
-        if method.server_streaming:
+        if method.client_streaming:
+            both = _both_streaming(function, kind, max_message_bytes, debug_errors)
+            handlers[method.name] = grpc.stream_stream_rpc_method_handler(both)
+        elif method.server_streaming:
             stream = _streaming(function, kind, debug_errors)
             handlers[method.name] = grpc.unary_stream_rpc_method_handler(stream)
         else:
@@ -128,6 +137,26 @@ def _streaming(method: Method, kind: type[Message], debug: bool) -> Any:
         call = Call(context, len(data))
         try:
             await method(parse(kind, data), call)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:
+            await call.fail(error, debug=debug)
+
+    return handle
+
+
+def _both_streaming(method: Method, kind: type[Message], max_bytes: int, debug: bool) -> Any:
+    """The method gets an iterator of (message, call), with a call for each message: its size, its
+    request's id and errors. The call that ends the stream is the method's own."""
+
+    async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
+        async def read() -> AsyncIterator[tuple[Message, Call]]:
+            async for data in requests:
+                yield parse(kind, data), Call(context, len(data), max_bytes)
+
+        call = Call(context, 0)
+        try:
+            await method(read(), call)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:

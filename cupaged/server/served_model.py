@@ -18,16 +18,13 @@ from cupaged.loading.tokenizer import Tokenizer
 from cupaged.request import CoreRequest
 from cupaged.sampling_params import SamplingParams
 from cupaged.server.conversions import (
-    GenerationRequest,
+    Asked,
     OutputForm,
     adds_generation_prompt,
-    check_salt,
     check_sizes,
+    checked_priority,
+    checked_salt,
     messages_of,
-    output_form,
-    priority_of,
-    prompt_of,
-    queue_timeout_s,
     sampling_params,
 )
 from cupaged.server.model_text import ModelText
@@ -132,9 +129,7 @@ class ServedModel:
             known = ", ".join(map(repr, self.names))
             raise UnknownModelError("model", name, f"one of {known}, or empty")
 
-    def prepare(
-        self, request_id: str, request: GenerationRequest, facts: dict[str, object]
-    ) -> Prepared:
+    def prepare(self, request_id: str, asked: Asked, facts: dict[str, object]) -> Prepared:
         """Check a request and make token ids of its prompt.
 
         Args:
@@ -147,37 +142,35 @@ class ServedModel:
         config = info.config
         facts["max_model_len"] = config.max_model_len
         facts["kv_cache_tokens"] = config.num_blocks * config.block_size
-        check_sizes(request, vocab_size=config.vocab_size, max_model_len=config.max_model_len)
-        params = sampling_params(request, info.generation_defaults)
-        form = output_form(request)
-        timeout = queue_timeout_s(request)
-        priority = priority_of(request, has_priorities=info.has_priorities)
-        check_salt(request)
-        if request.WhichOneof("input") == "token_ids":
-            facts["prompt_tokens"] = len(request.token_ids.ids)
-            self._check_length(len(request.token_ids.ids))
-        prompt = prompt_of(request)
+        given = asked.parameters
+        check_sizes(given, vocab_size=config.vocab_size, max_model_len=config.max_model_len)
+        params = sampling_params(given, info.generation_defaults, asked.max_tokens)
+        priority = checked_priority(asked.priority, has_priorities=info.has_priorities)
+        salt = checked_salt(asked.cache_salt)
+        prompt = asked.prompt
         text: str | None = None
         if isinstance(prompt, pb.Chat):
             text, token_ids = self.render(prompt)
         else:
+            if not isinstance(prompt, str):
+                facts["prompt_tokens"] = len(prompt)
+                self._check_length(len(prompt))
             text, token_ids = shell.encode(prompt)
         facts["prompt_tokens"] = len(token_ids)
         self._check_length(len(token_ids))
-        asked = request.stopping.max_new_tokens
-        if asked:
-            facts["max_new_tokens"] = asked
         room = config.max_model_len - len(token_ids)
-        if asked > room:
-            raise ContextLengthError(
-                "max_tokens",
-                asked,
-                f"at most {room} for a prompt of {len(token_ids)} tokens "
-                f"(max_model_len={config.max_model_len})",
-            )
+        if "max_tokens" in given and params.max_tokens is not None:
+            facts["max_new_tokens"] = params.max_tokens
+            if params.max_tokens > room:
+                raise ContextLengthError(
+                    "max_tokens",
+                    params.max_tokens,
+                    f"at most {room} for a prompt of {len(token_ids)} tokens "
+                    f"(max_model_len={config.max_model_len})",
+                )
         _check_prompt_logprobs(params, len(token_ids), config.vocab_size)
-        core = shell.core_request(request_id, token_ids, params, priority)
-        return Prepared(core, text, form, timeout)
+        core = shell.core_request(request_id, token_ids, params, priority, cache_salt=salt)
+        return Prepared(core, text, asked.form, asked.queue_timeout_s)
 
     def render(self, chat: pb.Chat) -> tuple[str, list[int]]:
         """The prompt that a chat becomes, as text and as token ids.

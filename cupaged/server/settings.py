@@ -23,9 +23,11 @@ QUEUE_DEFAULTS: Mapping[str, int] = MappingProxyType(
     {"max_num_queued_reqs": 256, "max_num_queued_tokens": 1_000_000}
 )
 MAX_FRONTENDS = 64
+SERVICES = ("v1", "kserve", "vllm")  # cupaged.v1, and those of other servers (`server/compat`)
 _MAX_PORT = 65535
 _MAX_SOCKET_PATH_BYTES = 107  # of a unix socket's address
-_MAX_SECONDS = 10**6
+MAX_SECONDS = 10**6
+_NAMES = ("served_model_name", "services")  # settings of several names
 _CHOICES = {
     "log_format": ("text", "json"),
     "log_level": ("debug", "info", "warning", "error"),
@@ -40,6 +42,7 @@ class ServeSettings:
     Args:
         model: a folder, a .gguf file or a name on the hub; None for the default model.
         served_model_name: names that requests may use; by default what `model` is called.
+        services: what is served, by the names in SERVICES; all by default.
         chat_template: a file, the name of one of the model's templates, or Jinja source.
         host, port: where gRPC listens; port 0 takes any free one.
         uds: path of a unix socket to listen on instead; one front end only.
@@ -52,6 +55,8 @@ class ServeSettings:
             certificate of one of these.
         api_key_file: a bearer token a line; calls have to bring one of them.
         has_api_key: a token is in the environment.
+        openai, openai_port: start the SMG gateway, which makes an OpenAI API of the service "vllm";
+            port 0 takes any free one.
         restart_engine: start the engine again when it dies.
         drain_delay, drain_timeout: seconds of answering DRAINING before the port is closed, and
             seconds that calls may still take then.
@@ -74,6 +79,7 @@ class ServeSettings:
 
     model: str | None = None
     served_model_name: tuple[str, ...] = ()
+    services: tuple[str, ...] = SERVICES
     chat_template: str | None = None
     host: str = "127.0.0.1"
     port: int = 50051
@@ -88,6 +94,8 @@ class ServeSettings:
     ssl_ca_certs: str | None = None
     api_key_file: str | None = None
     has_api_key: bool = False
+    openai: bool = False
+    openai_port: int = 8000
     restart_engine: bool = False
     drain_delay: float = 0.0
     drain_timeout: float = 30.0
@@ -118,6 +126,7 @@ class ServeSettings:
         if self.metrics_compat not in (None, "vllm"):
             raise ConfigError("metrics_compat", self.metrics_compat, "'vllm'")
         _check_integer("port", self.port, 0, _MAX_PORT)
+        _check_integer("openai_port", self.openai_port, 0, _MAX_PORT)
         _check_integer("frontends", self.frontends, 1, MAX_FRONTENDS)
         if self.metrics_port is not None:
             _check_integer("metrics_port", self.metrics_port, -1, _MAX_PORT)
@@ -133,10 +142,15 @@ class ServeSettings:
             _check_seconds("max_connection_age", self.max_connection_age, low=1)
         if not all(self.served_model_name):
             raise ConfigError("served_model_name", list(self.served_model_name), "not empty")
+        wanted = set(self.services)
+        if not wanted or wanted - set(SERVICES) or len(wanted) < len(self.services):
+            listed = f"one or more of {', '.join(SERVICES)}, each once"
+            raise ConfigError("services", ", ".join(self.services), listed)
         self._check_ports()
         self._check_socket()
         self._check_runner()
         self._check_security()
+        self._check_gateway()
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -163,19 +177,22 @@ class ServeSettings:
     def to_wire(self) -> dict[str, Any]:
         """As plain values; there are no secrets among them."""
         form = {f.name: getattr(self, f.name) for f in fields(self)}
-        return form | {"served_model_name": [*self.served_model_name], "engine": {**self.engine}}
+        names = {name: [*form[name]] for name in _NAMES}
+        return form | names | {"engine": {**self.engine}}
 
     @classmethod
     def from_wire(cls, form: Mapping[str, Any]) -> ServeSettings:
         """Back from plain values."""
-        return cls(**{**form, "served_model_name": tuple(form["served_model_name"])})
+        return cls(**{**form, **{name: tuple(form[name]) for name in _NAMES}})
 
     def _check_ports(self) -> None:
         """Ports that are named have to differ."""
         seen: dict[int, str] = {}
-        for name in ("port", "admin_port", "metrics_port"):
+        for name in ("port", "admin_port", "metrics_port", "openai_port"):
             number = getattr(self, name)
             if number in (None, 0, -1) or (name == "port" and self.uds is not None):
+                continue
+            if name == "openai_port" and not self.openai:
                 continue
             if number in seen:
                 raise ConfigError(name, number, f"different from {seen[number]}")
@@ -199,6 +216,23 @@ class ServeSettings:
             raise ConfigError("null_steps_per_s", rate, "given with runner='null' only")
         if not 0 < rate <= 10**6:
             raise ConfigError("null_steps_per_s", rate, "a number in (0, 1000000]")
+
+    def _check_gateway(self) -> None:
+        """The gateway calls by plain TCP and brings no token."""
+        if not self.openai:
+            return
+        needs = {
+            "services": "vllm" in self.services,
+            "uds": self.uds is None,
+            "ssl_certfile": not self.has_tls,
+            "api_key_file": self.api_key_file is None,
+            API_KEY_VARIABLE: not self.has_api_key,
+        }
+        wrong = next((name for name, is_met in needs.items() if not is_met), None)
+        if wrong == "services":
+            raise ConfigError("services", ", ".join(self.services), "with 'vllm' for openai")
+        if wrong is not None:
+            raise ConfigError("openai", True, f"left out where {wrong} is given")
 
     def _check_security(self) -> None:
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
@@ -244,5 +278,5 @@ def _check_integer(name: str, value: object, low: int, high: int) -> None:
 
 
 def _check_seconds(name: str, value: float, *, low: float) -> None:
-    if not low <= value <= _MAX_SECONDS:
-        raise ConfigError(name, value, f"seconds in [{low:g}, {_MAX_SECONDS}]")
+    if not low <= value <= MAX_SECONDS:
+        raise ConfigError(name, value, f"seconds in [{low:g}, {MAX_SECONDS}]")

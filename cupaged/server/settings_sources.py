@@ -38,12 +38,20 @@ ENGINE_KEYS: Mapping[str, str] = {
     "max_num_batched_tokens": "int",
     "watermark": "float",
     "scheduling_policy": "str",
+    "enable_prefix_caching": "bool",
+    "swap_space": "float",
+    "preemption_mode": "str",
+    "prefix_cache": "str",
     "long_prefill_token_threshold": "int",
     "max_num_queued_reqs": "int",
     "max_num_queued_tokens": "int",
     "max_logprobs": "int",
     "threads": "int",
+    "cpu_kernels": "str",
+    "cpu_weight_dtype": "str",
     "generation_config": "str",
+    "trace": "str",
+    "kv_sanitizer": "bool",
 }
 _NOT_TO_BE_SET = ("engine", "has_api_key")
 # Set by Kubernetes for services named "cupaged", "cupaged-metrics", ..., whatever we think of it.

@@ -10,7 +10,7 @@ import socket
 import subprocess
 from collections import deque
 from collections.abc import Sequence
-from typing import BinaryIO
+from typing import Protocol
 
 from cupaged.errors import CupagedError
 from cupaged.server.child_start import ChildStart
@@ -20,6 +20,13 @@ KEPT_LINES = 20
 _MAX_LINE_BYTES = 2**16
 _SEND_SECONDS = 1.0
 _SHOWN_CHARS = 300
+
+
+class Output(Protocol):
+    """Takes whole lines."""
+
+    def write(self, data: bytes, /) -> object: ...
+    def flush(self) -> object: ...
 
 
 class SupervisedChild:
@@ -37,7 +44,7 @@ class SupervisedChild:
         command: Sequence[str],
         start: ChildStart,
         selector: selectors.BaseSelector,
-        output: BinaryIO,
+        output: Output,
     ) -> None:
         self.name = start.name
         self.index = start.index

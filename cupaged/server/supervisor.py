@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import TextIO
 
 from cupaged.errors import (
     BadValueError,
@@ -30,12 +30,13 @@ from cupaged.errors import (
 )
 from cupaged.server import http_endpoints, log_setup, metrics
 from cupaged.server.child_start import ChildStart
+from cupaged.server.openai_gateway import OpenAIGateway
 from cupaged.server.ports import HeldPort, check_unix_socket, hold_port
 from cupaged.server.private_folder import PrivateFolder
 from cupaged.server.serving_state import Phase, ServingState
 from cupaged.server.settings import ServeSettings
 from cupaged.server.signals import SignalPipe
-from cupaged.server.supervised_child import SupervisedChild
+from cupaged.server.supervised_child import Output, SupervisedChild
 from cupaged.server.wire import Message
 
 ENGINE = (sys.executable, "-m", "cupaged.server.engine_process")
@@ -71,14 +72,14 @@ class Supervisor:
         engine: tuple[str, ...] = ENGINE,
         front_end: tuple[str, ...] = FRONT_END,
         stdout: TextIO | None = None,
-        stderr: BinaryIO | None = None,
+        stderr: Output | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = ServingState()
         self._settings = settings
         self._commands = (engine, front_end)
         self._stdout = stdout or sys.stdout
-        self._stderr = stderr or sys.stderr.buffer
+        self._stderr: Output = stderr or sys.stderr.buffer
         self._clock = clock
         self._selector = selectors.DefaultSelector()
         self._metrics = metrics.SupervisorMetrics()
@@ -101,6 +102,7 @@ class Supervisor:
         self._port: HeldPort | None = None
         self._admin_port: HeldPort | None = None
         self._http: http_endpoints.HttpEndpoints | None = None
+        self._gateway: OpenAIGateway | None = None
 
     def run(self) -> int:
         """Serve until a signal or a death ends it.
@@ -155,6 +157,8 @@ class Supervisor:
             if child.exit_code is not None:
                 self._hear(child, child.bury())
                 self._on_death(child)
+        if self._gateway is not None:
+            self._gateway.look()
 
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (self._clock() + seconds, next(self._order), action))
@@ -191,6 +195,9 @@ class Supervisor:
         if settings.admin_port is not None:
             self._admin_port = hold_port(settings.host, settings.admin_port, "--admin-port")
             stack.callback(self._admin_port.close)
+        if settings.openai:
+            self._gateway = OpenAIGateway(settings)
+            stack.callback(self._gateway.close)
 
     def _start_engine(self) -> None:
         self._engine = self._start(self._commands[0], "engine", 0)
@@ -212,8 +219,10 @@ class Supervisor:
             index=index,
             engine_socket=str(self._folder.socket),
             metrics_folder=str(self._folder.metrics) if self._settings.has_metrics else None,
+            statistics_file=None if name == "engine" else str(self._folder.statistics / name),
             port=self._port.port if self._port else None,
             admin_port=self._admin_port.port if self._admin_port and is_first else None,
+            others_serve=self.state.why_not_ready() is None,
         )
         child = SupervisedChild(command, start, self._selector, self._stderr)
         _logger.debug("%s is process %d", name, child.pid)
@@ -265,6 +274,8 @@ class Supervisor:
             print(line, file=self._stdout, flush=True)
         except OSError as error:
             _logger.warning("standard output cannot be written: %s", error)
+        if self._gateway is not None and self._port is not None:
+            self._gateway.start(self._port.port)
 
     # ---- deaths --------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ class Tracer:
         """A request arrived.
 
         Args:
-            method: of GenerationService.
+            method: of GenerationService, or SERVICE/METHOD of another one.
             request_id: the one that logs show.
             stream: whether the answer is a stream.
             metadata: of the call; `traceparent` and `tracestate` say what the span is a part of.

@@ -90,14 +90,15 @@ class OtelTracer(Tracer):
         for key, value in metadata:
             if key in ("traceparent", "tracestate") and isinstance(value, str):
                 carrier[key] = f"{carrier[key]},{value}" if key in carrier else value
+        service, _, name = method.rpartition("/")
         span = self._tracer.start_span(
             f"text_completion {self._model_name}",
             context=self._propagator.extract(carrier, Context()),
             kind=SpanKind.SERVER,
             attributes={
                 "rpc.system": "grpc",
-                "rpc.service": _SERVICE,
-                "rpc.method": method,
+                "rpc.service": service or _SERVICE,
+                "rpc.method": name,
                 "gen_ai.provider.name": "cupaged",
                 "gen_ai.operation.name": "text_completion",
                 "gen_ai.request.model": self._model_name,

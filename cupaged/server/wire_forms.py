@@ -6,21 +6,21 @@ is left out: an output of one token and nothing else costs two integers and a li
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from cupaged.config import EngineConfig
 from cupaged.outputs import CoreOutput, EngineStats, TokenLogprobs
 from cupaged.request import CoreRequest
-from cupaged.sampling_params import SamplingParams
+from cupaged.sampling_params import BeamSearchParams, SamplingParams
 from cupaged.server.wire import WireError
 
 Row = list[Any]  # [index, new token ids, None or a mapping of what else there is]
 
 _PARAMS = SamplingParams()
 _PARAM_DEFAULTS = tuple((name, getattr(_PARAMS, name)) for name in SamplingParams.field_names())
-_REQUEST_FIELDS = 7
+_REQUEST_FIELDS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class EngineInfo:
 
 def request_to_wire(request: CoreRequest) -> list[Any]:
     """The fields of a request in order; of its parameters only what is not at its default."""
-    params = request.params
+    params, beams = request.params, request.beams
     given = {
         name: value
         for name, default in _PARAM_DEFAULTS
@@ -94,6 +94,9 @@ def request_to_wire(request: CoreRequest) -> list[Any]:
         request.seed,
         request.priority,
         request.bad_words_token_ids,
+        request.prefix_caching,
+        request.cache_salt,
+        None if beams is None else _to_mapping(beams),
     ]
 
 
@@ -106,13 +109,15 @@ def request_from_wire(form: list[Any]) -> CoreRequest:
     """
     if not isinstance(form, list) or len(form) != _REQUEST_FIELDS or not isinstance(form[2], dict):
         raise WireError("a request that is not an array of its fields")
-    request_id, prompt, given, eos_token_ids, seed, priority, bad_words = form
+    request_id, prompt, given, eos_token_ids, seed, priority, bad_words = form[:7]
+    prefix_caching, cache_salt, beams = form[7:]
     try:
         params = SamplingParams(**given)
         words = tuple(tuple(word) for word in bad_words)
         return CoreRequest(
-            request_id, tuple(prompt), params, tuple(eos_token_ids), seed, priority, words
-        )
+            request_id, tuple(prompt), params, tuple(eos_token_ids), seed, priority, words,
+            prefix_caching, cache_salt, None if beams is None else BeamSearchParams(**beams),
+        )  # fmt: skip
     except TypeError as error:
         raise WireError(f"a request whose fields cannot be read: {error}") from None
 
@@ -123,12 +128,15 @@ def more_to_wire(
     """What an output tells beside its tokens, None for nothing.
 
     Args:
-        is_first: the request's first output, which tells when it was scheduled.
+        is_first: the request's first output, which tells when it was scheduled and what of its
+            prompt was cached.
         had_preemptions: the number of the request's preemptions that its reader knows.
     """
     more: dict[str, Any] = {}
     if is_first:
         more["first_scheduled_time"] = output.first_scheduled_time
+        if output.num_cached_tokens:
+            more["num_cached_tokens"] = output.num_cached_tokens
     if output.num_preemptions != had_preemptions:
         more["num_preemptions"] = output.num_preemptions
     if output.finish_reason is not None:
@@ -164,7 +172,7 @@ def stats_from_wire(form: dict[str, Any]) -> EngineStats:
         raise WireError(f"statistics that cannot be read: {error}") from None
 
 
-def _positions_to_wire(positions: list[TokenLogprobs]) -> list[list[Any]]:
+def _positions_to_wire(positions: Iterable[TokenLogprobs]) -> list[list[Any]]:
     return [[p.token_ids, p.logprobs, p.ranks] for p in positions]
 
 

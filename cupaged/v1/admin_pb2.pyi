@@ -59,7 +59,9 @@ class DrainRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
-        """Longest time that running requests get. Absent: the server's --drain-timeout. Refused: < 0."""
+        """Longest time that running requests get; more than 10^6 s is that. Absent: the server's
+        --drain-timeout. Refused: < 0.
+        """
 
     def __init__(
         self,

@@ -75,8 +75,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FlushPrefixCache(self, request, context):
-        """Forgets all cached prefixes that no running request uses. UNIMPLEMENTED without the feature
-        "prefix_cache".
+        """Forgets all cached prefixes, also those that running requests use or would leave: these go on,
+        and nobody new finds what they hold. UNIMPLEMENTED without the feature "prefix_cache".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,8 +38,8 @@ class AdminServiceStub:
     run may finish. Answers when that has begun. A second call changes nothing.
     """
     FlushPrefixCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.FlushPrefixCacheRequest, _admin_pb2.FlushPrefixCacheResponse]
-    """Forgets all cached prefixes that no running request uses. UNIMPLEMENTED without the feature
-    "prefix_cache".
+    """Forgets all cached prefixes, also those that running requests use or would leave: these go on,
+    and nobody new finds what they hold. UNIMPLEMENTED without the feature "prefix_cache".
     """
     StartProfile: _grpc.UnaryUnaryMultiCallable[_admin_pb2.StartProfileRequest, _admin_pb2.StartProfileResponse]
     """Starts to record where the engine's time goes. FAILED_PRECONDITION while it records already."""
@@ -58,8 +58,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     run may finish. Answers when that has begun. A second call changes nothing.
     """
     FlushPrefixCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.FlushPrefixCacheRequest, _admin_pb2.FlushPrefixCacheResponse]  # type: ignore[assignment]
-    """Forgets all cached prefixes that no running request uses. UNIMPLEMENTED without the feature
-    "prefix_cache".
+    """Forgets all cached prefixes, also those that running requests use or would leave: these go on,
+    and nobody new finds what they hold. UNIMPLEMENTED without the feature "prefix_cache".
     """
     StartProfile: _aio.UnaryUnaryMultiCallable[_admin_pb2.StartProfileRequest, _admin_pb2.StartProfileResponse]  # type: ignore[assignment]
     """Starts to record where the engine's time goes. FAILED_PRECONDITION while it records already."""
@@ -87,8 +87,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.FlushPrefixCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.FlushPrefixCacheResponse, _abc.Awaitable[_admin_pb2.FlushPrefixCacheResponse]]:
-        """Forgets all cached prefixes that no running request uses. UNIMPLEMENTED without the feature
-        "prefix_cache".
+        """Forgets all cached prefixes, also those that running requests use or would leave: these go on,
+        and nobody new finds what they hold. UNIMPLEMENTED without the feature "prefix_cache".
         """
 
     @_abc_1.abstractmethod

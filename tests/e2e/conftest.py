@@ -1,11 +1,24 @@
-"""Fixtures of the tests of the command line."""
+"""Fixtures of the tests of the command line; and every engine here has the KV sanitizer on."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from cupaged.engine_args import EngineArgs
 from tests.e2e.cli import Inline
 from tests.tiny_models import TINY, write_hf_folder
+
+
+@pytest.fixture(scope="package", autouse=True)
+def kv_sanitizer() -> Iterator[None]:
+    """On unless a test says otherwise."""
+    defaults = EngineArgs.__init__.__kwdefaults__
+    assert defaults is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(defaults, "kv_sanitizer", True)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -88,7 +88,7 @@ class Collected:
         if output.prompt_logprobs:
             assert output.request_id not in self.prompt_logprobs
             assert not any(request_id == output.request_id for request_id, _ in self.tokens)
-            self.prompt_logprobs[output.request_id] = output.prompt_logprobs
+            self.prompt_logprobs[output.request_id] = [*output.prompt_logprobs]
         self.tokens.setdefault(key, []).extend(output.new_token_ids)
         if output.logprobs is not None:
             assert len(output.logprobs) == len(output.new_token_ids)

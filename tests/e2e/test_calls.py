@@ -38,7 +38,9 @@ class Counted:
     """An engine whose runner counts the calls in `submit`."""
 
     def __init__(self, model: LoadedModel) -> None:
-        self.core: EngineCore = model.core(num_blocks=600, max_num_batched_tokens=4096)
+        self.core: EngineCore = model.core(
+            num_blocks=600, max_num_batched_tokens=4096, kv_sanitizer=False
+        )
         self.calls: Counter[str] = Counter()
         runner = self.core._runner
         submit = runner.submit

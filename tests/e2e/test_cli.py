@@ -19,7 +19,7 @@ from cupaged.sampling_params import _NOT_BUILT, SamplingParams
 from tests.e2e.cli import SHORT, Inline, environment
 
 VERBS = (
-    "generate", "chat", "complete", "run-batch", "pull", "models", "estimate", "doctor",
+    "generate", "chat", "complete", "run-batch", "pull", "models", "estimate", "trace", "doctor",
     "completion",
 )  # fmt: skip
 WITH_MODEL = ("generate", "chat", "complete", "run-batch", "estimate")

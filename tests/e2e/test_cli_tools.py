@@ -48,6 +48,7 @@ def test_doctor_has_a_verdict_for_each_thing(cupaged: Inline) -> None:
     for name in (
         "cupaged", "Python", "numpy", "tokenizers", "grpcio-status", "grpcio-health-checking",
         "protobuf", "system", "processor", "cores", "memory",
+        "native kernels",
         "BLAS", "environment", "devices", "CuPy", "CUDA headers", "C++ compiler", "default model",
         "hub cache", "free disk", "hub",
     ):  # fmt: skip

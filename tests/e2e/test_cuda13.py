@@ -70,7 +70,7 @@ class Environment:
 def cuda13(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """With what the extra `cuda13-jit` installs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [*project["optional-dependencies"]["cuda13-jit"], "numpy", "pytest"]
+    wanted = [*project["optional-dependencies"]["cuda13-jit"], "numpy", "msgspec", "pytest"]
     environment = Environment(tmp_path_factory.mktemp("cuda13"))
     pip = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--retries", "1")
     installed = environment.run(*pip, *wanted)

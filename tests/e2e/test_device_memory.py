@@ -81,21 +81,32 @@ def needed_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) 
 
 
 def _weights(folder: Path) -> int:
-    from cupaged.engine_args import _weight_bytes
     from cupaged.loading.model_files import open_model
+    from cupaged.loading.weights import weight_bytes
 
     files = open_model(folder)
     device = Device("emulated", CudaOps(WritingRuntime(), "bfloat16"), 0, False, "")
     files.reader.close()
-    return _weight_bytes(files, device)
+    return weight_bytes(files.entries, files.reader, files.form, device.ops)
 
 
+@pytest.mark.parametrize("num_host_blocks", [0, 40])
 @pytest.mark.parametrize("max_num_batched_tokens", [64, 8, 1])
 def test_the_plan_holds_to_the_byte(
-    max_num_batched_tokens: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+    max_num_batched_tokens: int,
+    num_host_blocks: int,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With exactly the memory that was planned an engine starts, and takes nearly all of it."""
-    options = {"max_num_batched_tokens": max_num_batched_tokens}
+    """With exactly the memory that was planned an engine starts, and takes nearly all of it.
+
+    Blocks of the host take a staging area on the device, and room for their ids.
+    """
+    options = {
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "swap_space": num_host_blocks * BLOCK / 2**30,
+        "preemption_mode": "swap" if num_host_blocks else "auto",
+    }
     needed = needed_bytes(folder, monkeypatch, **options)
     runtime = opened(monkeypatch, needed + 20 * BLOCK)
     core = build(folder, **options).build().core

@@ -24,6 +24,7 @@ from tests.forced import LoadedModel
 from tests.tiny_models import TINIER, write_hf_folder
 
 LIMITS: dict[str, Any] = {
+    "kv_sanitizer": False,  # it reads and writes blocks beside the step
     "num_blocks": 24, "max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 32,
     "watermark": 0.0,
 }  # fmt: skip

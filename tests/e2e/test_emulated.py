@@ -131,8 +131,8 @@ def test_all_checks_find_nothing(folders: dict[str, Path], monkeypatch: pytest.M
         "max_num_batched_tokens": 16,
     }  # fmt: skip
     llm = LLM(folders["tinier"], device="emulated", **limits)
-    runtime = llm.engine.core._runner._ops.runtime  # type: ignore[attr-defined]
-    assert type(runtime) is HostRuntime and runtime._mode == "checked"
+    runtime = llm.engine.core._runner.inner._ops.runtime  # type: ignore[attr-defined]
+    assert type(runtime._runtime) is HostRuntime and runtime._mode == "checked"
     checked = told(generate(llm))
     monkeypatch.setattr(host_runtime, "HostRuntime", FastRuntime)
     fast = told(generate(LLM(folders["tinier"], device="emulated", dtype="bfloat16", **limits)))
@@ -150,7 +150,7 @@ def test_auto_is_the_models_own_type_of_16_bits(
     for stored, expected in (("float16", "float16"), ("float32", "bfloat16")):
         folder = write_hf_folder(tmp_path / stored, TINY, dtype=stored)  # type: ignore[arg-type]
         core = EngineArgs(model=folder, device="emulated", **limits).build().core
-        assert core._runner._ops.dtype.name == expected  # type: ignore[attr-defined]
+        assert core._runner.inner._ops.dtype.name == expected  # type: ignore[attr-defined]
 
 
 # ---- what is refused, before a weight is read ----------------------------------------------------
@@ -278,7 +278,7 @@ def test_auto_goes_on_without_such_a_gpu(
         setattr(gpu, name, value)
     with caplog.at_level(logging.INFO, logger="cupaged.devices"):
         core = EngineArgs(model=tiny, num_gpu_blocks_override=4, max_model_len=32).build().core
-    assert isinstance(core._runner._ops, NumpyOps)  # type: ignore[attr-defined]
+    assert isinstance(core._runner.inner._ops, NumpyOps)  # type: ignore[attr-defined]
     (line,) = (r.getMessage() for r in caplog.records if r.name == "cupaged.devices")
     assert line.startswith(f"device auto: cpu, because {message}")
 

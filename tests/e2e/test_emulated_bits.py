@@ -153,6 +153,30 @@ def test_in_chunks_whole_decoded_and_computed_again(model: LoadedModel) -> None:
     assert [*once.records[0, 0].logits] == [len(prompt) - 1]
 
 
+def test_after_cached_prefixes(model: LoadedModel) -> None:
+    """Each begins with what the one before has left: of its prompt, and of what it had drawn."""
+    first = ask(0, 53, 6)
+    told = alone(model, first).token_ids
+    asked = [
+        first,
+        replace(ask(1, 0, 5), prompt=first.prompt),
+        replace(ask(2, 0, 5), prompt=[*first.prompt[:48], *prompt_of(5, 9)]),
+        replace(ask(3, 0, 4), prompt=[*first.prompt, *told, *prompt_of(6, 20)]),
+    ]
+    for limits in ({}, {"max_num_batched_tokens": 7}):
+        run = record(model, asked, every=10, **limits)
+        for i, num_cached in enumerate((0, 48, 48, 48)):
+            expected = record(model, [asked[i]], enable_prefix_caching=False).records[0, 0]
+            got = run.records[i, 0]
+            assert [*expected.hidden][:num_cached] == [
+                p for p in expected.hidden if p not in got.hidden
+            ]
+            expected.hidden = {at: expected.hidden[at] for at in got.hidden}
+            check_same(got, expected)
+            assert got.logits.keys() == expected.logits.keys()
+            assert (got.token_ids, got.logprobs) == (expected.token_ids, expected.logprobs)
+
+
 def test_after_preemption(model: LoadedModel) -> None:
     """Six blocks for three requests of up to three. The runner compares what comes again."""
     asked = [ask(i, 25 + i, 10) for i in range(3)]

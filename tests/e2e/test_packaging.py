@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -18,14 +19,25 @@ from tests.tiny_models import TINY, write_hf_folder
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*command: str | Path, cwd: Path) -> str:
-    """Output of a command in a bare environment."""
+def run_all(
+    *command: str | Path, cwd: Path, more: dict[str, str] | None = None, fails: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """A command in a bare environment and more variables."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=kept, capture_output=True, text=True
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**kept, **(more or {})},
+        capture_output=True,
+        text=True,
     )
-    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-    return done.stdout
+    assert (done.returncode != 0) == fails, f"{command}: {done.stdout}{done.stderr}"
+    return done
+
+
+def run(*command: str | Path, cwd: Path, more: dict[str, str] | None = None) -> str:
+    """Its output."""
+    return run_all(*command, cwd=cwd, more=more).stdout
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +49,46 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_wheel_is_pure_and_whole(wheel: Path) -> None:
-    assert wheel.name == f"cupaged-{__version__}-py3-none-any.whl"
+def test_wheel_is_whole(wheel: Path) -> None:
+    """The kernels in it are for any Python from 3.11 on."""
+    assert wheel.name.startswith(f"cupaged-{__version__}-cp311-abi3-linux_")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"cupaged/py.typed", "cupaged/models/llama.py", "cupaged/cuda/README.md"} <= names
     assert {
+        "cupaged/ops/_native.abi3.so",
         "cupaged/v1/model_pb2.py", "cupaged/v1/model_pb2.pyi", "cupaged/v1/model_pb2_grpc.pyi",
+        "cupaged/server/compat/kserve.proto", "cupaged/server/compat/kserve.binpb",
         "cupaged/server/proto/cupaged/v1/model.proto", "cupaged/server/proto/cupaged_v1.binpb",
+        "cupaged/examples/envoy/envoy.yaml",
     } <= names  # fmt: skip
     assert all(name.startswith(("cupaged/", f"cupaged-{__version__}.dist-info/")) for name in names)
+    assert not any(name.startswith("cupaged/ops/native/") for name in names)
     assert not any(name.startswith("cupaged/cuda/") and name.endswith(".py") for name in names)
+
+
+@pytest.mark.slow
+def test_without_a_compiler_there_is_a_wheel_that_computes_with_numpy(tmp_path: Path) -> None:
+    """Built in a folder of its own, where no older kernels lie."""
+    checkout = tmp_path / "checkout"
+    for name in ("cupaged", "cuda", "models"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.so")
+        shutil.copytree(ROOT / name, checkout / name, ignore=ignored)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=True)
+    python = environment / "bin" / "python"
+    broken = {"CC": "false", "CXX": "false"}
+    run(python, "-m", "pip", "install", "--quiet", checkout, cwd=tmp_path, more=broken)
+    model = write_hf_folder(tmp_path / "model", TINY)
+    arguments = ("generate", model, "-p", "the cat", "--max-tokens", "8", "--ignore-eos")
+    done = run_all(environment / "bin" / "cupaged", *arguments, cwd=tmp_path)
+    assert done.stdout != "\n"
+    (line,) = [text for text in done.stderr.splitlines() if "native kernels" in text]
+    assert "were not built" in line and "NumPy computes" in line
+    asked = ("--cpu-kernels", "native")
+    refused = run_all(environment / "bin" / "cupaged", *arguments, *asked, cwd=tmp_path, fails=True)
+    assert "cpu_kernels='native': the native kernels were not built" in refused.stderr
 
 
 def test_every_package_is_listed() -> None:

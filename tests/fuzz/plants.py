@@ -1,36 +1,19 @@
 """Defects to plant into a copy of the package, each of which the traces must find.
 
-A test suite is only as good as the faults it sees. Every plant replaces one text of one file.
+A test suite is only as good as the faults it sees.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
-
-@dataclass(frozen=True, slots=True)
-class Plant:
-    """`old` occurs exactly once in `file` and is replaced by `new`."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-
-    def apply(self, package: Path) -> None:
-        """Change the copy of the package in folder `package`."""
-        path = package / self.file
-        text = path.read_text()
-        if text.count(self.old) != 1:
-            raise ValueError(f"{self.name}: {self.file} has its text {text.count(self.old)} times")
-        path.write_text(text.replace(self.old, self.new))
-
+from tests.fuzz.plant import Plant
+from tests.fuzz.table_plants import TABLE_PLANTS
 
 _MANAGER, _SCHEDULER = "engine/block_manager.py", "engine/scheduler.py"
 _POLICY, _DOOR = "engine/scheduling_policy.py", "engine/door.py"
 _BATCH, _SAMPLING = "engine/batch.py", "engine/sampling_batch.py"
+_RESULTS = "engine/step_results.py"
 _CORE, _REQUEST = "engine/core.py", "request.py"
+_NAMES, _PREFIXES = "engine/block_names.py", "engine/prefix_cache.py"
 
 PLANTS = (
     Plant(
@@ -84,14 +67,14 @@ PLANTS = (
     Plant(
         "no quarantine",
         _MANAGER,
-        "if self._in_flight:\n            self._quarantine",
-        "if False:\n            self._quarantine",
+        "if unreferenced and self._in_flight:",
+        "if False:",
     ),
     Plant(
         "quarantine ends with the oldest step",
         _MANAGER,
-        "self._quarantine.append((max(self._in_flight)",
-        "self._quarantine.append((min(self._in_flight)",
+        "self._hold_back(unreferenced, max(self._in_flight))",
+        "self._hold_back(unreferenced, min(self._in_flight))",
     ),
     Plant(
         "quarantine ends with any step",
@@ -108,8 +91,8 @@ PLANTS = (
     Plant(
         "a freed row keeps its blocks",
         _MANAGER,
-        "self.block_table[row, :held] = UNUSED",
-        "self.block_table[row, 1:held] = UNUSED",
+        "self.block_table[row, : len(blocks)] = UNUSED",
+        "self.block_table[row, 1 : len(blocks)] = UNUSED",
     ),
     Plant(
         "only the last sequence's copies are made",
@@ -120,17 +103,19 @@ PLANTS = (
     Plant(
         "the plan looks at the live block table",
         _SCHEDULER,
-        "plan.block_tables = (self.block_manager.block_table[rows, :width],)",
-        "plan.block_tables = (self.block_manager.block_table[rows, :width],)\n"
-        "        if len(rows) == 1:\n"
-        "            view = self.block_manager.block_table[rows[0] : rows[0] + 1, :width]\n"
+        "plan.block_tables = (self.block_manager.block_table[plan.rows, :width],)",
+        "plan.block_tables = (self.block_manager.block_table[plan.rows, :width],)\n"
+        "        if len(plan.rows) == 1:\n"
+        "            first = plan.rows[0]\n"
+        "            view = self.block_manager.block_table[first : first + 1, :width]\n"
         "            plan.block_tables = (view,)",
     ),
     Plant(
         "a preempted sequence keeps its blocks",
         _SCHEDULER,
-        "self.block_manager.free(sequence.order)\n        sequence.status",
-        "sequence.status",
+        "        self._leave(sequence)\n        sequence.status = SequenceStatus.PARKED",
+        "        self.running.remove(sequence)\n        self._rows = None\n"
+        "        self.table.leave(sequence)\n        sequence.status = SequenceStatus.PARKED",
     ),
     Plant(
         "a preempted sequence keeps its count of computed tokens",
@@ -159,38 +144,38 @@ PLANTS = (
     Plant(
         "one token over the budget",
         _SCHEDULER,
-        "num_new = min(left, budget, self._max_chunk)",
-        "num_new = min(left, budget + 1, self._max_chunk)",
+        "(budget - np.cumsum(wanted) + wanted)",
+        "(budget + 1 - np.cumsum(wanted) + wanted)",
     ),
     Plant(
         "the first chunk of a long prompt is not cut",
         _SCHEDULER,
-        "num_new = min(sequence.num_tokens, budget, self._max_chunk)",
-        "num_new = min(sequence.num_tokens, budget)",
+        "number = min(uncached, budget, self._max_chunk)",
+        "number = min(uncached, budget)",
     ),
     Plant(
         "an empty query when the budget is used up",
         _SCHEDULER,
-        "while position < len(self.running) and budget > 0:",
-        "while position < len(self.running) and budget >= 0:",
+        "np.flatnonzero(num_new[: min(stop, len(self.running))])",
+        "np.flatnonzero(left[: min(stop, len(self.running))])",
     ),
     Plant(
         "admission when only the first chunk fits",
         _SCHEDULER,
-        "allocate(sequence.order, 0, sequence.num_tokens, reserve=reserve)",
-        "allocate(sequence.order, 0, min(budget, sequence.num_tokens), reserve=reserve)",
+        "sequence.order, cached, sequence.num_tokens, reserve=reserve",
+        "sequence.order, cached, len(cached) * self.config.block_size + 1, reserve=reserve",
     ),
     Plant(
         "samples that are not forked yet count as one",
         _SCHEDULER,
-        "sum(s.num_pending_samples for s in self.running)",
-        "len(self.running)",
+        'int(records["num_pending_samples"][records["serial"] != NONE].sum())',
+        'int(np.count_nonzero(records["serial"] != NONE))',
     ),
     Plant(
         "a sequence is in two steps at once",
         _SCHEDULER,
-        "if not sequence.in_flight:",
-        "if True:",
+        'np.where(records["in_flight"], 0, records["num_tokens"] - start)',
+        'records["num_tokens"] - start',
     ),
     Plant(
         "slots from the neighbour's blocks",
@@ -207,13 +192,13 @@ PLANTS = (
     Plant(
         "tokens begin one place late",
         _BATCH,
-        "e.sequence.token_ids[e.start : e.start + e.num_tokens]",
-        "(e.sequence.token_ids * 2)[e.start + 1 : e.start + 1 + e.num_tokens]",
+        "sequences[i].token_ids[position : position + stop - first]",
+        "(sequences[i].token_ids * 2)[position + 1 : position + 1 + stop - first]",
     ),
     Plant(
         "every sequence draws as sample 0",
         _SAMPLING,
-        "sample_index=first_index[logits_row] + since_first.astype(np.int32)",
+        'sample_index=records["index"][logits_row] + since_first.astype(np.int32)',
         "sample_index=since_first.astype(np.int32)",
     ),
     Plant(
@@ -256,14 +241,14 @@ PLANTS = (
     Plant(
         "a suspect is never tried alone",
         _SCHEDULER,
-        "self._suspects.appendleft((entry.sequence, entry.start + entry.num_tokens))",
-        "self._suspects.appendleft((entry.sequence, 0))",
+        "self._suspects.appendleft((sequence, num_tokens))",
+        "self._suspects.appendleft((sequence, 0))",
     ),
     Plant(
         "a suspect keeps what it had computed",
         _SCHEDULER,
-        "sequence.status = SequenceStatus.PREEMPTED\n        sequence.num_computed_tokens = 0",
-        "sequence.status = SequenceStatus.PREEMPTED",
+        "sequence.status = SequenceStatus.PARKED\n        sequence.num_computed_tokens = 0",
+        "sequence.status = SequenceStatus.PARKED",
     ),
     Plant(
         "an ended request takes a later one of its name along",
@@ -279,13 +264,13 @@ PLANTS = (
     ),
     Plant(
         "outputs of an aborted sequence are delivered",
-        _CORE,
-        "if parent.status is not SequenceStatus.RUNNING:",
-        "if False:",
+        _RESULTS,
+        "np.flatnonzero(are_running & (plan.num_samples == 1))",
+        "np.flatnonzero(plan.num_samples == 1)",
     ),
     Plant(
         "one token more than max_tokens",
-        _CORE,
+        _RESULTS,
         "if sequence.num_output_tokens >= sequence.request.max_tokens:",
         "if sequence.num_output_tokens > sequence.request.max_tokens:",
     ),
@@ -295,4 +280,131 @@ PLANTS = (
         "fitting = pool - prompt_length + 1",
         "fitting = pool - prompt_length",
     ),
+    Plant(
+        "a block's name leaves out the blocks before it",
+        _NAMES,
+        "name = hash_block(names[-1], tokens)",
+        "name = hash_block(NO_PARENT, tokens)",
+    ),
+    Plant(
+        "the salt is ignored",
+        _NAMES,
+        "for kind, value in extras:",
+        "for kind, value in ():",
+    ),
+    Plant(
+        "a block is stored before it is written",
+        _SCHEDULER,
+        "        self.num_in_flight += 1\n",
+        "        self.num_in_flight += 1\n"
+        "        for entry in plan.scheduled:\n"
+        "            sequence, before = entry.sequence, entry.sequence.num_computed_tokens\n"
+        "            sequence.num_computed_tokens = entry.start + entry.num_tokens\n"
+        "            if sequence.num_computed_tokens >= sequence.store_at:\n"
+        "                self.block_manager.store(sequence.order, sequence)\n"
+        "            sequence.num_computed_tokens = before\n",
+    ),
+    Plant(
+        "a block is stored when its tokens are known but not all computed",
+        _PREFIXES,
+        "stop = sequence.num_computed_tokens // size",
+        "stop = max(sequence.num_computed_tokens, sequence.num_tokens - 1) // size",
+    ),
+    Plant(
+        "a found block can still be evicted",
+        _PREFIXES,
+        "self._evictable.pop(block, None)",
+        "pass",
+    ),
+    Plant(
+        "the most recently used block is evicted first",
+        _PREFIXES,
+        "popitem(last=False)",
+        "popitem(last=True)",
+    ),
+    Plant(
+        "blocks are evicted before free ones are used up",
+        _MANAGER,
+        "            if not self._free:\n",
+        "            if not self._free or self.prefix_cache.num_evictable_blocks:\n",
+    ),
+    Plant(
+        "an evicted block can still be found",
+        _PREFIXES,
+        "        del self._block_of[name]\n        if names",
+        "        if names",
+    ),
+    Plant(
+        "the last of two equal blocks is found, not the first",
+        _PREFIXES,
+        "block = self._block_of.setdefault(name, blocks[i])",
+        "block = self._block_of[name] = blocks[i]",
+    ),
+    Plant(
+        "the blocks of a failed step are shared",
+        _CORE,
+        "self.scheduler.give_up(plan)",
+        "self.scheduler.complete(plan)",
+    ),
+    Plant(
+        "the blocks of a request that ended with an error are shared",
+        _CORE,
+        'if reason == "error":',
+        "if False:",
+    ),
+    Plant(
+        "a full hit leaves nothing to compute",
+        _REQUEST,
+        "return len(self.token_ids) - 1",
+        "return len(self.token_ids)",
+    ),
+    Plant(
+        "a hit reaches one block less far than it may",
+        _PREFIXES,
+        "range(sequence.num_skippable_tokens // self._block_size)",
+        "range((sequence.num_skippable_tokens - 1) // self._block_size)",
+    ),
+    Plant(
+        "who opted out finds prefixes",
+        _PREFIXES,
+        "            return []\n        blocks: list[int] = []",
+        "            pass\n        blocks: list[int] = []",
+    ),
+    Plant(
+        "who opted out leaves prefixes",
+        _PREFIXES,
+        "            return\n        sequence.num_stored_blocks",
+        "            pass\n        sequence.num_stored_blocks",
+    ),
+    Plant(
+        "what was computed before a reset is stored after it",
+        _SCHEDULER,
+        "for sequence in self.running:\n            sequence.store_at",
+        "for sequence in ():\n            sequence.store_at",
+    ),
+    Plant(
+        "parent and child share one list of names",
+        _REQUEST,
+        "self.block_names.copy()",
+        "self.block_names",
+    ),
+    Plant(
+        "found blocks count as free and as found",
+        _MANAGER,
+        "num_new > num_free or num_new + sum(are_idle) > num_free:",
+        "num_new > num_free:",
+    ),
+    Plant(
+        "a block found in quarantine stays there",
+        _MANAGER,
+        "self._freed.pop(block, None)",
+        "pass",
+    ),
+    Plant(
+        "a resumed sequence takes no references on what it found",
+        _MANAGER,
+        "self.ref_counts[blocks] += 1",
+        "self.ref_counts[blocks] = 1",
+    ),
+    *TABLE_PLANTS,
 )

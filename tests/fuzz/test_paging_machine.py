@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from cupaged.config import EngineConfig
+from cupaged.config import PREFIX_CACHES, EngineConfig
+from cupaged.engine.scheduling_policy import POLICIES
 from cupaged.request import CoreRequest
-from cupaged.sampling_params import SamplingParams
+from cupaged.sampling_params import BeamSearchParams, SamplingParams
 from tests.fuzz.harness import TraceRun
 from tests.fuzz.traces import Trace
 
@@ -24,6 +27,8 @@ CONFIGS = st.builds(
     max_num_batched_tokens=st.sampled_from([1, 2, 5, 64]),
     watermark=st.sampled_from([0.0, 0.2, 0.9]),
     max_steps_in_flight=st.integers(1, 3),
+    enable_prefix_caching=st.sampled_from([True, True, False]),
+    prefix_cache=st.sampled_from(PREFIX_CACHES),
 )
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
 PARAMS = st.builds(
@@ -34,14 +39,21 @@ PARAMS = st.builds(
     stop_token_ids=st.lists(TOKENS, max_size=2),
     ignore_eos=st.booleans(),
 )
+BEAMS = st.builds(
+    BeamSearchParams,
+    beam_width=st.integers(1, 4),
+    max_tokens=st.integers(1, 6),
+    length_penalty=st.sampled_from([0.0, 1.0, -1.0]),
+    early_stopping=st.sampled_from([False, True, "never"]),
+)
 
 
 class PagingMachine(RuleBasedStateMachine):
     """An engine core, and a model of what it must do."""
 
-    @initialize(config=CONFIGS, deferred=st.booleans(), by_priority=st.booleans())
-    def start(self, config: EngineConfig, deferred: bool, by_priority: bool) -> None:
-        self.trace_run = TraceRun(Trace(config, deferred, by_priority, ()))
+    @initialize(config=CONFIGS, deferred=st.booleans(), policy=st.sampled_from([*POLICIES]))
+    def start(self, config: EngineConfig, deferred: bool, policy: str) -> None:
+        self.trace_run = TraceRun(Trace(config, deferred, policy, ()))
 
     @rule(
         request_id=IDS,
@@ -49,6 +61,9 @@ class PagingMachine(RuleBasedStateMachine):
         params=PARAMS,
         eos=st.lists(TOKENS, max_size=1).map(tuple),
         seed=st.integers(0, 5),
+        caching=st.sampled_from([None, None, True, False]),
+        salt=st.sampled_from([None, None, "", "a"]),
+        beams=st.none() | BEAMS,
     )
     def add(
         self,
@@ -57,8 +72,14 @@ class PagingMachine(RuleBasedStateMachine):
         params: SamplingParams,
         eos: tuple[int, ...],
         seed: int,
+        caching: bool | None,
+        salt: str | None,
+        beams: BeamSearchParams | None,
     ) -> None:
-        self.trace_run.add(CoreRequest(request_id, prompt, params, eos, seed))
+        if beams is not None:
+            params = beams.sampling_params(eos)
+        request = CoreRequest(request_id, prompt, params, eos, seed, beams=beams)
+        self.trace_run.add(replace(request, prefix_caching=caching, cache_salt=salt))
         self.trace_run.check()
 
     @rule(request_id=IDS, index=st.none() | st.integers(-1, 4))
@@ -70,6 +91,11 @@ class PagingMachine(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         for _ in range(count):
             self.trace_run.step()
+
+    @rule()
+    def reset(self) -> None:
+        self.trace_run.reset()
+        self.trace_run.check()
 
     @rule(at_submit=st.booleans())
     def fail(self, at_submit: bool) -> None:

@@ -6,33 +6,48 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import cupaged
-from tests.fuzz.plants import PLANTS, Plant
+from tests.fuzz.beam_plants import BEAM_PLANTS
+from tests.fuzz.offloading_plants import OFFLOADING_PLANTS
+from tests.fuzz.plant import Plant
+from tests.fuzz.plants import PLANTS
+from tests.fuzz.radix_plants import RADIX_PLANTS
+from tests.fuzz.swapping_plants import SWAPPING_PLANTS
 
 PACKAGE = Path(cupaged.__file__).resolve().parent
 ROOT = Path(__file__).resolve().parents[2]
 MOST_TRACES = 200
-_PROGRAM = """
+SAMPLE_PLANTS = (*PLANTS, *RADIX_PLANTS, *SWAPPING_PLANTS, *OFFLOADING_PLANTS)
+ALL_PLANTS = (*SAMPLE_PLANTS, *BEAM_PLANTS)
+_CHECK = """
 import pathlib, sys
 import cupaged
-from tests.fuzz.harness import first_failure
 assert pathlib.Path(cupaged.__file__).resolve().is_relative_to(pathlib.Path(sys.argv[1]).resolve())
-print(first_failure(range(int(sys.argv[2]))))
 """
+_FIRST_FAILURE = """
+from functools import partial
+from tests.fuzz.harness import first_failure
+from tests.fuzz.traces import make_trace
+print(first_failure(range({most}), partial(make_trace, beam_shares=({share},))))
+"""
+_PROGRAM = _FIRST_FAILURE.format(most=MOST_TRACES, share=0.0)
+_BEAM_PROGRAM = _FIRST_FAILURE.format(most=MOST_TRACES, share=0.8)
 
 
-def first_failing_trace(folder: Path, plant: Plant | None) -> int | None:
-    """Run the traces on a copy of the package in another process."""
+def run_planted(folder: Path, plant: Plant | None, program: str) -> str:
+    """Run a program on a copy of the package in another process; what it prints."""
     copy = folder / "cupaged"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     if plant is not None:
         plant.apply(copy)
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, str(folder), str(MOST_TRACES)],
+        [sys.executable, "-c", _CHECK + program, str(folder)],
         cwd=folder,
         env={
             **os.environ,
@@ -46,16 +61,44 @@ def first_failing_trace(folder: Path, plant: Plant | None) -> int | None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    answer = done.stdout.strip()
+    return done.stdout.strip()
+
+
+def first_failing_trace(folder: Path, plant: Plant | None, program: str = _PROGRAM) -> int | None:
+    """The first seed whose trace fails on a copy of the package."""
+    answer = run_planted(folder, plant, program)
     return None if answer == "None" else int(answer)
 
 
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name.replace(" ", "-"))
+def some(plants: Sequence[Plant]) -> list[Any]:
+    """Plants as parameters; one in six in every run, the others in slow ones."""
+    return [
+        pytest.param(plant, id=plant.name.replace(" ", "-"), marks=[pytest.mark.slow] * (i % 6 > 0))
+        for i, plant in enumerate(plants)
+    ]
+
+
+@pytest.mark.parametrize("plant", ALL_PLANTS, ids=lambda plant: plant.name.replace(" ", "-"))
+def test_a_plant_applies(plant: Plant, tmp_path: Path) -> None:
+    (tmp_path / plant.file).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(PACKAGE / plant.file, tmp_path / plant.file)
+    plant.apply(tmp_path)
+    assert (tmp_path / plant.file).read_text() != (PACKAGE / plant.file).read_text()
+
+
+@pytest.mark.parametrize("plant", some(SAMPLE_PLANTS))
 def test_a_plant_is_found(plant: Plant, tmp_path: Path) -> None:
     """A plant that no trace finds says that the harness is too weak there."""
     assert first_failing_trace(tmp_path, plant) is not None
 
 
-def test_nothing_is_found_without_a_plant(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plant", some(BEAM_PLANTS))
+def test_a_plant_in_the_search_is_found(plant: Plant, tmp_path: Path) -> None:
+    """In traces in which most requests are searched with beams."""
+    assert first_failing_trace(tmp_path, plant, _BEAM_PROGRAM) is not None
+
+
+@pytest.mark.parametrize("program", [_PROGRAM, _BEAM_PROGRAM], ids=["samples", "beams"])
+def test_nothing_is_found_without_a_plant(program: str, tmp_path: Path) -> None:
     """The control: the same traces on an unchanged copy."""
-    assert first_failing_trace(tmp_path, None) is None
+    assert first_failing_trace(tmp_path, None, program) is None

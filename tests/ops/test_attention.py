@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from cupaged.engine.batch import Batch, GroupTables
 from cupaged.ops import KVCache, KVCacheSpec
 from cupaged.ops.numpy_ops import NumpyOps
 from tests import reference
+from tests.ops.cpu_kernels import CPU_KERNELS, cpu_ops
 from tests.ops.sampling_oracle import rows
 
 F32 = NDArray[np.float32]
@@ -108,9 +109,21 @@ def make_case(
     )
 
 
-def attend(case: Case, *, scale: float | None = None, ops: NumpyOps | None = None) -> F32:
+@pytest.fixture(params=CPU_KERNELS, autouse=True)
+def ops(request: pytest.FixtureRequest) -> Iterator[NumpyOps]:
+    """What computes; `attend` finds it."""
+    with cpu_ops(request.param) as made:
+        _present.append(made)
+        yield made
+        _present.pop()
+
+
+_present: list[NumpyOps] = []
+
+
+def attend(case: Case, *, scale: float | None = None) -> F32:
     """What the op makes of the case: [T, Hq D]."""
-    ops = ops or NumpyOps()
+    ops = _present[-1]
     out = np.full((len(case.qkv), case.num_heads * case.spec.v_dim), np.nan, np.float32)
     scale = case.spec.k_dim**-0.5 if scale is None else scale
     ops.paged_attention(ops.begin_step(case.batch), out, case.qkv.copy(), case.cache, scale)
@@ -193,10 +206,9 @@ def test_work_in_several_groups(scratch_bytes: int, monkeypatch: pytest.MonkeyPa
 
 
 def test_scratch_is_reused_by_smaller_and_larger_steps() -> None:
-    ops = NumpyOps()
     for sequences in ([(0, 3)], MIXED, [(5, 1)], CHUNKS, [(299, 1), (1, 1)], MIXED):
         case = make_case(sequences)
-        check(case, attend(case, ops=ops))
+        check(case, attend(case))
 
 
 def alone(case: Case, sequence: int) -> Case:

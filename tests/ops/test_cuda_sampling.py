@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cupaged.engine.sampling_batch import MAX_COUNT, MAX_TEMPERATURE, LogitsEdits, SamplingBatch
+from cupaged.engine.sampling_batch import LogitsEdits, SamplingBatch
+from cupaged.engine.sequence_table import MAX_COUNT, MAX_TEMPERATURE
 from cupaged.ops.cuda_sampling import row_block
 from cupaged.ops.launch_checks import OperandError
 from cupaged.ops.numpy_ops import NumpyOps

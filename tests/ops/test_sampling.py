@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cupaged.engine.sampling_batch import MAX_COUNT, MAX_TEMPERATURE, SamplingBatch
+from cupaged.engine.sampling_batch import SamplingBatch
+from cupaged.engine.sequence_table import MAX_COUNT, MAX_TEMPERATURE
 from cupaged.ops.numpy_ops import NumpyOps
 from cupaged.ops.philox import gumbel, philox
 from tests.ops.sampling_oracle import as_list, kept_tokens, oracle, oracle_philox, rows

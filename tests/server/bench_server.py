@@ -1,6 +1,6 @@
 """A server for tests of `cupaged bench serve`: it answers with as many tokens as it is asked for.
 
-By real gRPC, in a thread with a loop of its own. It knows no model: a text has a token a word.
+By real gRPC. It knows no model: a text has a token a word.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Self
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -18,12 +18,12 @@ from grpc_status import rpc_status
 
 from cupaged.v1 import generation_pb2 as pb
 from cupaged.v1 import model_pb2
+from tests.server.loop_thread import LoopThread
 
-SECONDS = 30.0  # nothing here takes as long
 VOCAB_SIZE, MAX_MODEL_LEN, EOS = 500, 256, 7
 
 
-class BenchServer:
+class BenchServer(LoopThread):
     """Answers calls until the block of its context is left.
 
     Args:
@@ -42,6 +42,7 @@ class BenchServer:
         loading: int = 0,
         stalls: bool = False,
     ) -> None:
+        super().__init__()
         self.tokens_a_message = tokens_a_message
         self.fails = fails
         self.loading = loading
@@ -52,24 +53,9 @@ class BenchServer:
         self.requests: list[pb.GenerateStreamRequest] = []
         self.peers: set[str] = set()
         self.running = self.most_running = 0
-        self.address = ""
-        self._ready = threading.Event()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        assert self._ready.wait(SECONDS)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._loop.call_soon_threadsafe(self._end.set)
-        self._thread.join(SECONDS)
-        assert not self._thread.is_alive()
-        self._loop.close()
-
-    async def _serve(self) -> None:
-        self._end = asyncio.Event()
+    async def serve(self) -> None:
+        """By gRPC."""
         server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         server.add_generic_rpc_handlers(
             [
@@ -85,10 +71,10 @@ class BenchServer:
                 ),
             ]
         )
-        self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        self._ready.set()
-        await self._end.wait()
+        self.is_ready(f"127.0.0.1:{port}")
+        await self.until_the_end()
         await server.stop(None)
 
     async def _stream(
@@ -122,7 +108,7 @@ class BenchServer:
             yield pb.GenerateStreamResponse(delta=pb.Delta(text=" w" * size, token_ids=ids))
             sent += size
             if self.stalls:
-                await self._end.wait()
+                await self.until_the_end()
             await asyncio.sleep(0)  # as many requests as there are take turns
         failure = self.fails(request)
         if isinstance(failure, tuple):

@@ -44,6 +44,13 @@ def paced(tiny_model: str) -> Iterator[LocalServer]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def endless(tiny_model: str) -> Iterator[LocalServer]:
+    """A model that draws the same token 100 times a second for ever; slow readers keep theirs."""
+    with LocalServer(tiny_model, runner="null", null_steps_per_s=100.0) as running:
+        yield running
+
+
 @pytest.fixture(params=["Generate", "GenerateStream"])
 def ask(request: pytest.FixtureRequest, server: LocalServer) -> Callable[..., Told]:
     """The failure of a request, whole or as a stream."""

@@ -35,7 +35,7 @@ from cupaged.server.tracing import Tracer
 from cupaged.server.wire import encode_frame
 from cupaged.v1 import admin_pb2_grpc, generation_pb2_grpc, model_pb2_grpc
 
-SECONDS = 30.0  # nothing here takes as long
+SECONDS = 60.0  # nothing here takes as long
 T = TypeVar("T")
 
 
@@ -148,13 +148,21 @@ class LocalServer:
 
     def admin(self) -> admin_pb2_grpc.AdminServiceStub:
         """A stub for the port of AdminService."""
-        channel = grpc.insecure_channel(f"127.0.0.1:{self.front_end.admin_port}")
-        return admin_pb2_grpc.AdminServiceStub(channel)
+        return admin_pb2_grpc.AdminServiceStub(self.admin_channel())
+
+    def admin_channel(self) -> grpc.Channel:
+        """A connection to that port."""
+        return grpc.insecure_channel(f"127.0.0.1:{self.front_end.admin_port}")
 
     def stats(self) -> dict[str, Any]:
         """Of the engine, now."""
         value: dict[str, Any] = self.run(self.client.call("stats"))
         return value
+
+    def num_aborted(self) -> int:
+        """Requests that did not come to their end."""
+        finished: dict[str, int] = self.stats()["finished_total"]
+        return finished.get("abort", 0)
 
     def wait_idle(self) -> None:
         """Return when nothing runs or waits; all blocks are back, and the invariants hold."""

@@ -16,12 +16,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PROTOS = ROOT / "cupaged" / "server" / "proto"
 DESCRIPTOR_SET = "cupaged/server/proto/cupaged_v1.binpb"
+COMPATIBLE = ROOT / "cupaged" / "server" / "compat"  # .proto files of others; only sets are made
 REQUIREMENTS = ("grpcio-tools==1.81.1", "mypy-protobuf==5.1.0")
 
 
 def proto_files() -> list[str]:
     """Paths of the .proto files below `PROTOS`, as they are imported."""
     return sorted(p.relative_to(PROTOS).as_posix() for p in PROTOS.rglob("*.proto"))
+
+
+def compatible_sets() -> list[str]:
+    """Paths in the repository of the descriptor sets of other interfaces."""
+    files = sorted(COMPATIBLE.glob("*.proto"))
+    return [file.with_suffix(".binpb").relative_to(ROOT).as_posix() for file in files]
 
 
 def make(out: Path, python: str = sys.executable) -> None:
@@ -48,6 +55,12 @@ def make(out: Path, python: str = sys.executable) -> None:
     ]
     command = [python, "-m", "grpc_tools.protoc", *arguments, *proto_files()]
     subprocess.run(command, check=True)
+    for name in compatible_sets():
+        path = out / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        arguments = [f"-I{COMPATIBLE}", f"--descriptor_set_out={path}", "--include_imports"]
+        command = [python, "-m", "grpc_tools.protoc", *arguments, f"{path.stem}.proto"]
+        subprocess.run(command, check=True)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,15 @@ STATS = EngineStats(
     prompt_tokens_total=40,
     generation_tokens_total=7,
     num_queued_tokens=77,
+    num_swapped=1,
+    num_host_blocks=80,
+    num_used_host_blocks=20,
+    num_swap_preemptions_total=5,
+    blocks_swapped_out_total=30,
+    blocks_swapped_in_total=10,
+    num_kept_host_blocks=9,
+    blocks_offloaded_total=40,
+    blocks_loaded_total=20,
 )
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import struct
+from collections.abc import Sequence
 from typing import Self
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -26,17 +28,26 @@ class RawCall:
         self._writer = writer
 
     @classmethod
-    async def begin(cls, address: str, method: str, message: bytes) -> Self:
+    async def begin(
+        cls,
+        address: str,
+        method: str,
+        message: bytes,
+        *,
+        metadata: Sequence[tuple[str, str]] = (),
+        tls: ssl.SSLContext | None = None,
+    ) -> Self:
         """Connect and send the request. method: "/package.Service/Method"."""
         host, _, port = address.rpartition(":")
-        call = cls(*await asyncio.open_connection(host, int(port)))
+        call = cls(*await asyncio.open_connection(host, int(port), ssl=tls))
         fields = (
             (b":method", b"POST"),
-            (b":scheme", b"http"),
+            (b":scheme", b"http" if tls is None else b"https"),
             (b":path", method.encode()),
             (b":authority", address.encode()),
             (b"content-type", b"application/grpc"),
             (b"te", b"trailers"),
+            *((name.encode(), value.encode()) for name, value in metadata),
         )
         headers = b"".join(b"\0" + _string(name) + _string(value) for name, value in fields)
         body = b"\0" + struct.pack(">I", len(message)) + message
@@ -74,15 +85,22 @@ class RawCall:
 
     async def close_half(self) -> None:
         """End what is sent (FIN); wait until the server closes its half, too."""
-        self._writer.write_eof()
+        self._socket().shutdown(socket.SHUT_WR)
         while await self._reader.read(2**16):
             pass
 
     def reset(self) -> None:
         """End the connection with a TCP reset."""
-        sock: socket.socket = self._writer.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        linger = struct.pack("ii", 1, 0)
+        self._socket().setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         self._writer.transport.abort()
+
+    def _socket(self) -> socket.socket:
+        """ConnectionResetError when the server has ended the connection before."""
+        sock: socket.socket | None = self._writer.get_extra_info("socket")
+        if sock is None:
+            raise ConnectionResetError("the connection has gone")
+        return sock
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:

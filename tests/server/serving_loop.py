@@ -21,6 +21,7 @@ from cupaged.server.engine_loop import EngineLoop
 from cupaged.server.output_stream import OutputStream
 from cupaged.server.wire import Message, encode_frame
 from cupaged.server.wire_forms import EngineInfo, stats_from_wire
+from tests.unit.small_core import runner_of
 
 SECONDS = 30.0  # nothing here takes as long
 
@@ -53,7 +54,7 @@ class GatedRunner(HashRunner):
 
 def gated(core: EngineCore) -> GatedRunner:
     """The gated runner of a core."""
-    runner = core._runner
+    runner = runner_of(core)
     assert isinstance(runner, GatedRunner)
     return runner
 
@@ -94,7 +95,7 @@ class ServingLoop:
 
     def join(self) -> None:
         """Wait for the end of the loop."""
-        runner = self.core._runner
+        runner = runner_of(self.core)
         if isinstance(runner, GatedRunner):
             runner.gate.release(10_000)
         self._thread.join(SECONDS)

@@ -65,7 +65,7 @@ async def run_storm(
                 else:
                     await _end_raw_call(address, kind, messages, wait_s, storm)
 
-        async with asyncio.timeout(4 * SECONDS), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(12 * SECONDS), asyncio.TaskGroup() as group:
             for _ in range(clients):
                 group.create_task(_kill_client(address, of_client, storm))
             for kind, messages in plans:

@@ -26,8 +26,8 @@ class Supervised:
     """
 
     def __init__(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
-        self._command = [sys.executable, "-m", "cupaged", "serve", *arguments, "--device", "cpu"]
-        self._command += ["--log-level", "debug"]
+        serve = ("cupaged", "serve", "--device", "cpu", "--log-level", "debug")
+        self._command = [sys.executable, "-m", *serve, *arguments]
         self._environment = {**os.environ, **(environment or {})}
         self.log = ""
 
@@ -44,9 +44,9 @@ class Supervised:
         self._reader.start()
         assert self.process.stdout is not None
         self.line = self.process.stdout.readline()
-        if match := re.search(r" on (?:grpc://)?(\S+)", self.line):
+        if match := re.search(r" on (?:grpcs?://)?(\S+)", self.line):
             self.address = match[1]
-            self.channel = grpc.insecure_channel(self.address)
+            self.channel = self.open_channel()
             self.generation = generation_pb2_grpc.GenerationServiceStub(self.channel)
             self.models = model_pb2_grpc.ModelServiceStub(self.channel)
         return self
@@ -59,6 +59,10 @@ class Supervised:
         for pipe in (self.process.stdout, self.process.stderr):
             assert pipe is not None
             pipe.close()
+
+    def open_channel(self) -> grpc.Channel:
+        """Made once, for the stubs."""
+        return grpc.insecure_channel(self.address)
 
     def end(self) -> int:
         """Wait for the end; the exit code."""

@@ -15,7 +15,8 @@ from cupaged.server.engine_client import EngineClient
 from cupaged.server.front_end import FrontEndOptions
 from cupaged.v1 import admin_pb2 as pb
 from cupaged.v1 import admin_pb2_grpc
-from tests.server.asking import Started, failure, request
+from cupaged.v1.generation_pb2 import TokenIds
+from tests.server.asking import Started, failure, request, tokens
 from tests.server.local_server import SECONDS, LocalServer, wait_until
 
 Code = grpc.StatusCode
@@ -48,6 +49,10 @@ def test_drain(operated: LocalServer) -> None:
     answer = admin.Drain(pb.DrainRequest(timeout=Duration(seconds=3)), timeout=SECONDS)
     assert (answer.num_unfinished_requests, answer.timeout) == (0, Duration(seconds=3))
     assert operated.told.pop() == ("drain_requested", 3.0)
+    for seconds in (10**6 + 1, 30 * 86400, 2**63 - 1):  # more than the supervisor could wait
+        answer = admin.Drain(pb.DrainRequest(timeout=Duration(seconds=seconds)), timeout=SECONDS)
+        assert answer.timeout == Duration(seconds=10**6)
+        assert operated.told.pop() == ("drain_requested", 10**6)
     status = failure(lambda: admin.Drain(pb.DrainRequest(timeout=Duration(seconds=-1))))
     assert (status.code, status.reason) == (Code.INVALID_ARGUMENT, "INVALID_PARAMETER")
     assert [field for field, _ in status.violations] == ["timeout"]
@@ -120,7 +125,14 @@ def test_a_profile_that_ends_by_itself(operated: LocalServer) -> None:
         assert [field for field, _ in status.violations] == ["duration"]
 
 
-def test_there_is_no_prefix_cache_to_flush(operated: LocalServer) -> None:
+def test_the_prefix_cache_is_flushed(operated: LocalServer) -> None:
     call = operated.admin().FlushPrefixCache
-    status = failure(lambda: call(pb.FlushPrefixCacheRequest(), timeout=SECONDS))
-    assert (status.code, status.reason) == (Code.UNIMPLEMENTED, "NOT_SUPPORTED")
+    call(pb.FlushPrefixCacheRequest(), timeout=SECONDS)
+    message = request(None, token_ids=TokenIds(ids=range(10, 59)), stopping=tokens(1))
+    answers = [operated.generation.Generate(message, timeout=SECONDS) for _ in range(2)]
+    assert [a.usage.cached_tokens for a in answers] == [0, 48]
+    assert call(pb.FlushPrefixCacheRequest(), timeout=SECONDS).num_blocks == 3
+    answer = operated.generation.Generate(message, timeout=SECONDS)
+    assert answer.usage.cached_tokens == 0
+    call(pb.FlushPrefixCacheRequest(), timeout=SECONDS)
+    assert call(pb.FlushPrefixCacheRequest(), timeout=SECONDS).num_blocks == 0

@@ -19,7 +19,8 @@ from cupaged.benchmarks.datasets import Sample
 from cupaged.benchmarks.load import generate_load
 from cupaged.cli.main import main
 from cupaged.v1 import generation_pb2 as pb
-from tests.server.bench_server import EOS, MAX_MODEL_LEN, SECONDS, VOCAB_SIZE, BenchServer
+from tests.server.bench_server import EOS, MAX_MODEL_LEN, VOCAB_SIZE, BenchServer
+from tests.server.loop_thread import SECONDS
 
 # What a reader of results may rely on: vLLM's keys, and ours beside them.
 VLLM_KEYS = {
@@ -34,6 +35,7 @@ VLLM_KEYS = {
 OWN_KEYS = {
     "client_cpu_seconds", "client_cpu_share", "dataset_name", "failed_by_code", "max_lateness_ms",
     "mean_lateness_ms", "p99_lateness_ms", "request_rate_sent", "seed", "server", "versions",
+    "tokens_counted_by", "ended_early",
 }  # fmt: skip
 DETAILED_KEYS = {
     "due_times", "input_lens", "latencies", "message_tokens", "output_lens", "queue_times",
@@ -68,6 +70,7 @@ def test_a_run_is_printed_and_saved(tmp_path: Path, capsys: Captured) -> None:
         "none",
     )
     assert (result["request_rate"], result["request_goodput"]) == ("inf", None)
+    assert (result["tokens_counted_by"], result["ended_early"]) == ("server", 0)
     assert re.fullmatch(r"\d{8}-\d{6}", result["date"])
     assert result["versions"]["grpcio"] == grpc.__version__
     assert (result["server"]["version"], result["server"]["device"]) == ("9.9", "cpu")
@@ -273,7 +276,10 @@ def test_a_warm_up_that_fails_ends_the_benchmark(capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--backend", "other"), "--backend must be one of cupaged, got 'other'"),
+        (
+            ("--backend", "other"),
+            "--backend must be one of cupaged, openai, openai-chat, triton, got ",
+        ),
         (("--request-rate", "0"), "--request-rate must be > 0, or inf, got 0.0"),
         (("--request-rate", "fast"), "argument --request-rate: invalid float value: 'fast'"),
         (("--max-concurrency", "0"), "--max-concurrency must be >= 1, got 0"),

@@ -242,6 +242,13 @@ def test_a_damaged_trace_is_refused_where_it_is_damaged(
         ("custom", "5\n", "line 1: must be an object, got 5"),
         ("custom", '{"prompt": "x"}\n{"text": "y"}\n', "line 2: must have a text as its prompt"),
         ("custom", '{"prompt": ""}\n', "line 1: must have a text as its prompt"),
+        ("custom", '{"prompt": "a\\ud800"}\n', "line 1: must have a text as its prompt"),
+        ("custom", '{"prompt": [1]}\n', "line 1: must have a text as its prompt"),
+        (
+            "sharegpt",
+            '[{"conversations": [{"value": "a b c d\\ud800"}, {"value": "a b c d"}]}]',
+            "nothing in it fits",
+        ),
         ("custom", '{"prompt": "x", "output_tokens": 0}', "output_tokens must be >= 1, got 0"),
         ("custom", '{"prompt": "x", "output_tokens": 2000}', "nothing in it fits"),
     ],

@@ -52,6 +52,7 @@ RUN = LoadRun(
     duration_s=2.0,
     cpu_s=0.5,
 )
+COUNTED = {"tokens_counted_by": "server", "ended_early": 0}
 EVERYTHING = Selection(
     metrics=tuple(metric.name for metric in METRICS),
     percentiles=(25.0, 99.0, 99.9),
@@ -152,13 +153,13 @@ def test_details_of_each_request() -> None:
 
 
 def test_the_printed_report() -> None:
-    head: dict[str, Any] = {"request_rate": 2.5, "max_concurrency": 4}
+    head: dict[str, Any] = {"request_rate": 2.5, "max_concurrency": 4, **COUNTED}
     lines = report.report_lines(head | summary(RUN, EVERYTHING, 4), EVERYTHING)
     assert lines == GOLDEN.read_text().splitlines()
 
 
 def test_the_report_of_a_burst_without_a_limit_leaves_lines_out() -> None:
-    head = {"request_rate": "inf", "max_concurrency": None}
+    head = {"request_rate": "inf", "max_concurrency": None, **COUNTED}
     selection = Selection(metrics=("e2el",))
     text = "\n".join(report.report_lines(head | summary(RUN, selection, None), selection))
     for word in ("Maximum request", "Request rate", "goodput", "TTFT", "Queue"):
@@ -167,7 +168,7 @@ def test_the_report_of_a_burst_without_a_limit_leaves_lines_out() -> None:
 
 
 def test_notes_say_when_the_generator_was_the_limit() -> None:
-    fine = summary(RUN, Selection(), None)
+    fine = summary(RUN, Selection(), None) | COUNTED
     assert report.notes(fine, ["", "X: no", "X: no"], scheduled=True) == ["failed: X: no"]
     late = {**fine, "p99_lateness_ms": 30.0, "max_lateness_ms": 70.0, "request_rate_sent": 3.25}
     (note,) = report.notes(late, [], scheduled=True)
@@ -175,6 +176,11 @@ def test_notes_say_when_the_generator_was_the_limit() -> None:
     assert report.notes(late, [], scheduled=False) == []  # a burst is sent as fast as it can be
     (note,) = report.notes({**fine, "client_cpu_share": 0.97}, [], scheduled=False)
     assert "0.97 of a core" in note
+    (note,) = report.notes(fine | {"tokens_counted_by": "messages"}, [], scheduled=True)
+    assert "each message was counted as one" in note
+    assert report.notes(fine | {"tokens_counted_by": "tokenizer"}, [], scheduled=True) == []
+    (note,) = report.notes(fine | {"ended_early": 3}, [], scheduled=True)
+    assert note.startswith("3 answers ended before their whole length")
 
 
 def test_the_name_of_the_file() -> None:

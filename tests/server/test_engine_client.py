@@ -94,8 +94,8 @@ def test_a_request_and_its_outputs(run: Callable[..., None]) -> None:
         assert stream.num_pending_tokens == 1
         second, last = await stream.next()
         logprobs = [TokenLogprobs([9, 4], [-0.5, -2.0], [1, 2])]
-        assert second == CoreOutput("a", 0, [9], logprobs, [], 1, 1.25)
-        assert last == CoreOutput("a", 0, [], None, [], 1, 1.25, "stop", 9)
+        assert second == CoreOutput("a", 0, [9], logprobs, (), 1, 0, 1.25)
+        assert last == CoreOutput("a", 0, [], None, (), 1, 0, 1.25, "stop", 9)
         assert stream.finished
         assert await stream.next() == []
         assert client.num_streams == 0
@@ -322,6 +322,34 @@ def test_a_lost_engine_without_a_supervisor(
         again.close()
 
     run(body)
+
+
+@pytest.mark.parametrize(
+    ("restarts", "end"), [(True, "it is being restarted"), (False, "it is not restarted")]
+)
+def test_a_lost_engine_before_the_supervisor_has_spoken(
+    restarts: bool, end: str, run: Callable[..., None]
+) -> None:
+    """What a client hears in that moment decides whether it comes back."""
+
+    async def body(engine: FakeEngine, client: EngineClient) -> None:
+        await engine.stop()
+        await until(client, "dead")
+        with pytest.raises(EngineDeadError, match=end) as told:
+            client.submit(request())
+        assert told.value.restarting is restarts
+
+    run(body, restarts=restarts)
+
+
+def test_an_engine_that_is_lost_while_draining_is_not_restarted(run: Callable[..., None]) -> None:
+    async def body(engine: FakeEngine, client: EngineClient) -> None:
+        client.set_state("draining")
+        await engine.stop()
+        await until(client, "dead")
+        assert not client.state.restarting
+
+    run(body, restarts=True)
 
 
 def test_draining_is_for_good(run: Callable[..., None]) -> None:

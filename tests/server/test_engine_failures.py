@@ -15,7 +15,7 @@ from cupaged.errors import (
     EngineDeadError,
     EngineError,
     InvalidParameterError,
-    NotSupportedError,
+    KVSanitizerError,
 )
 from cupaged.outputs import EngineStats
 from cupaged.server.control import ControlClosed
@@ -101,6 +101,24 @@ def test_failures_in_a_row_end_the_process(tmp_path: Path) -> None:
     assert str(loop.error).startswith(f"{MAX_FAILURES} steps failed in a row; step")
 
 
+def test_misused_memory_ends_the_process_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def misuse(plan: object) -> int:
+        raise KVSanitizerError("a planted misuse")
+
+    async def body(loop: ServingLoop, client: EngineClient) -> None:
+        monkeypatch.setattr(loop.core._runner, "submit", misuse)
+        with pytest.raises(EngineError, match="a planted misuse"):
+            await client.submit(request("x", 3)).next()
+        for _ in range(2000):
+            if client.state.phase != "dead":
+                await asyncio.sleep(0.001)
+        assert client.state.phase == "dead"
+
+    assert isinstance(serve(small_core(), tmp_path, body).error, KVSanitizerError)
+
+
 def test_a_bug_in_the_core_ends_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cupaged.server.engine_client._REASON_SECONDS", 0.01)
 
@@ -132,8 +150,7 @@ def test_calls(tmp_path: Path) -> None:
             await client.call("dance")
         with pytest.raises(InvalidParameterError):
             await client.call("ping", 3)
-        with pytest.raises(NotSupportedError, match="no prefix cache"):
-            await client.call("flush_prefix_cache")
+        assert await client.call("flush_prefix_cache") == 0
         with pytest.raises(InvalidParameterError, match="started before"):
             await client.call("stop_profile")
         await client.call("start_profile")

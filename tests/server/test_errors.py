@@ -146,7 +146,7 @@ def broken_prompt(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def fail(*arguments: object) -> None:
         raise RuntimeError("a planted bug")
 
-    monkeypatch.setattr("cupaged.server.served_model.output_form", fail)
+    monkeypatch.setattr("cupaged.server.served_model.checked_salt", fail)
     yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+from collections.abc import Callable
 from typing import Any, cast
 
 from cupaged.server.child_start import ChildStart
@@ -21,6 +22,9 @@ class Engine:
     def __init__(self) -> None:
         self.ready = asyncio.Event()
         self.asked = asyncio.Event()
+
+    async def connect(self, *, wait: bool) -> None:
+        assert not wait
 
     async def wait_ready(self) -> None:
         self.asked.set()
@@ -60,5 +64,35 @@ def test_it_listens_when_a_request_could_be_answered(tiny_model: str) -> None:
 
     try:
         asyncio.run(begin())
+    finally:
+        gc.unfreeze()
+
+
+def test_where_others_serve_it_waits_before_it_listens(tiny_model: str) -> None:
+    """For a while, or until the end comes."""
+
+    async def get_ready(act: Callable[[Engine, FrontEndProcess], None]) -> bool:
+        ours, theirs = (ControlChannel(end) for end in socket.socketpair())
+        settings = ServeSettings(model=tiny_model)
+        start = ChildStart(
+            settings=settings, name="frontend-1", engine_socket="nowhere", others_serve=True
+        )
+        process = FrontEndProcess(start, theirs)
+        engine = Engine()
+        process._client = cast(EngineClient, engine)
+        process._front_end = cast(FrontEnd, Texts())
+        getting = asyncio.create_task(process._get_ready_first())
+        await engine.asked.wait()
+        assert not getting.done()
+        act(engine, process)
+        is_ready = await getting
+        assert ours.receive() == []  # it is not there yet
+        ours.close()
+        theirs.close()
+        return is_ready
+
+    try:
+        assert asyncio.run(get_ready(lambda engine, process: engine.ready.set())) is True
+        assert asyncio.run(get_ready(lambda engine, process: process._ending.set())) is False
     finally:
         gc.unfreeze()

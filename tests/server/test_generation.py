@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from cupaged.llm import LLM
 from cupaged.sampling_params import SamplingParams
-from cupaged.server.conversions import sampling_params
+from cupaged.server.conversions import parameters_of, sampling_params
 from cupaged.server.field_paths import PARAMETER_PATHS
 from cupaged.v1 import generation_pb2 as pb
 from tests.server.asking import (
@@ -105,7 +105,7 @@ def test_every_parameter_reaches_the_engine() -> None:
             spaces_between_special_tokens=True,
         ),
     )  # fmt: skip
-    params = sampling_params(given, {"temperature": 0.9, "top_k": 7})
+    params = sampling_params(parameters_of(given), {"temperature": 0.9, "top_k": 7})
     assert params == SamplingParams(
         temperature=0.5, top_p=0.25, top_k=0, min_p=0.125, presence_penalty=1,
         frequency_penalty=-1, repetition_penalty=2, seed=9, n=2, logit_bias={4: 1.5},
@@ -119,9 +119,9 @@ def test_every_parameter_reaches_the_engine() -> None:
 
 
 def test_what_is_absent_is_as_the_model_says() -> None:
-    params = sampling_params(pb.GenerateRequest(), {"temperature": 0.5, "max_tokens": 9})
+    params = sampling_params({}, {"temperature": 0.5, "max_tokens": 9})
     assert params == SamplingParams(temperature=0.5, max_tokens=9)
-    assert sampling_params(pb.GenerateRequest(), {}) == SamplingParams(max_tokens=None)
+    assert sampling_params({}, {}) == SamplingParams(max_tokens=None)
 
 
 def test_the_table_of_names_is_the_clients() -> None:

@@ -242,7 +242,11 @@ def test_a_front_end_that_cannot_keep_up_loses_one_request(tmp_path: Path) -> No
         slow.connect(str(loop.path))
         params = {"max_tokens": 60_000, "logprobs": 50}
         slow.sendall(encode_frame(["hello", 1, "slow"]))
-        slow.sendall(encode_frame(["add", 1, ["heavy", [1, 2], params, [], 0, 0, []], None]))
+        slow.sendall(
+            encode_frame(
+                ["add", 1, ["heavy", [1, 2], params, [], 0, 0, [], None, None, None], None]
+            )
+        )
         while not (stats := await stats_of(client)).finished_total.get("abort"):
             assert stats.generation_tokens_total < 59_000, "it was served to the end"
         assert stats.num_used_blocks == 0
@@ -260,7 +264,7 @@ def test_a_front_end_that_cannot_keep_up_loses_one_request(tmp_path: Path) -> No
         assert handle == 1
         assert isinstance(error_from_wire(form), SlowConsumerError)
         messages.clear()
-        one = ["next", [1, 2], {"max_tokens": 1}, [], 0, 0, []]
+        one = ["next", [1, 2], {"max_tokens": 1}, [], 0, 0, [], None, None, None]
         slow.sendall(encode_frame(["add", 2, one, None]))
         _, [[handle, _, generated, _]] = await hear("step")
         assert (handle, generated) == (2, [7])

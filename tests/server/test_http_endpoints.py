@@ -8,9 +8,11 @@ import logging
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -247,6 +249,25 @@ def test_a_dribbling_client_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             break
         assert answered == b""
     assert server.ask("/livez")[0] == 200
+    server.endpoints.close()
+
+
+def test_who_waited_while_the_server_stood_still_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that a signal stops, or a machine that is frozen for its move to another."""
+    stood_still_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stood_still_s)
+    monkeypatch.setattr(http_endpoints, "time", clock)
+    server = Server(tmp_path)
+    with socket.create_connection(server.endpoints.address, timeout=60) as connection:
+        connection.sendall(b"GET /livez HTTP/1.1\r\n")
+        assert server.ask("/livez")[0] == 200  # accepted after it
+        stood_still_s = 1000.0
+        for _ in range(2):  # the loop has looked at the clock when it accepts the second
+            assert server.ask("/livez")[0] == 200
+        connection.sendall(b"\r\n")
+        assert received(connection).endswith(b"\r\n\r\nalive\n")
     server.endpoints.close()
 
 

@@ -224,7 +224,7 @@ def test_a_long_prompt_is_cut() -> None:
     assert len(line) < 10_200
 
 
-def test_a_bug_is_a_warning_with_its_traceback() -> None:
+def test_a_bug_is_an_error_with_its_traceback() -> None:
     def use(requests: RequestLog) -> None:
         try:
             raise RuntimeError("a bug")
@@ -232,7 +232,7 @@ def test_a_bug_is_a_warning_with_its_traceback() -> None:
             requests.failed("Generate", code="INTERNAL", error=error)
 
     lines = lines_of(use, log_prompts=False, level="info")
-    start = "WARNING frontend-1 req-7"
+    start = "ERROR frontend-1 req-7"
     assert lines[0] == f"{start} request failed method=Generate code=INTERNAL error=RuntimeError"
     assert lines[1] == f"{start} | Traceback (most recent call last):"
     assert lines[-1] == f"{start} | RuntimeError: a bug"

@@ -175,6 +175,14 @@ def test_buckets_reach_ten_minutes() -> None:
         ('cupaged_kv_cache_usage_perc{model_name="tiny"}', 0.25),
         ('cupaged_cache_config_info{block_size="16",model_name="tiny",num_blocks="200"}', 1),
         ('cupaged_num_preemptions_total{model_name="tiny"}', 6),
+        ('cupaged_num_swap_preemptions_total{model_name="tiny"}', 5),
+        ('cupaged_num_requests_swapped{model_name="tiny"}', 1),
+        ('cupaged_host_cache_usage_perc{model_name="tiny"}', 0.25),
+        ('cupaged_swapped_out_blocks_total{model_name="tiny"}', 30),
+        ('cupaged_swapped_in_blocks_total{model_name="tiny"}', 10),
+        ('cupaged_host_cache_offloaded_perc{model_name="tiny"}', 9 / 80),
+        ('cupaged_offloaded_blocks_total{model_name="tiny"}', 40),
+        ('cupaged_loaded_blocks_total{model_name="tiny"}', 20),
         ('cupaged_generation_tokens_total{model_name="tiny"}', 7),
         ('cupaged_iteration_tokens_total_sum{model_name="tiny"}', 43),
         ('cupaged_iteration_tokens_total_bucket{le="4.0",model_name="tiny"}', 1),
@@ -203,6 +211,8 @@ def test_one_view_over_all_processes(folder: Path, series: str, value: float) ->
             1,
         ),
         ('vllm:num_preemptions_total{engine="0",model_name="tiny"}', 6),
+        ('vllm:num_requests_swapped{engine="0",model_name="tiny"}', 1),
+        ('vllm:cpu_cache_usage_perc{engine="0",model_name="tiny"}', 0.25),
         ('vllm:prompt_tokens_total{engine="0",model_name="tiny"}', 10),
         ('vllm:generation_tokens_total{engine="0",model_name="tiny"}', 7),
         (
@@ -344,6 +354,9 @@ def test_preemptions_are_counted_by_their_growth() -> None:
     metrics.update(STATS)
     metrics.update(STATS)
     assert sample(registry, "cupaged_num_preemptions_total") == STATS.num_preemptions_total
+    assert sample(registry, "cupaged_num_swap_preemptions_total") == 5
+    assert sample(registry, "cupaged_swapped_out_blocks_total") == 30
+    assert sample(registry, "cupaged_swapped_in_blocks_total") == 10
 
 
 def test_what_the_supervisor_imports_stays_small() -> None:

@@ -107,7 +107,7 @@ def test_models_are_loading(tiny_model: str) -> None:
 def test_server_info(server: LocalServer) -> None:
     info = server.models.GetServerInfo(mpb.GetServerInfoRequest(), timeout=SECONDS)
     assert info.version == __version__
-    assert [*info.api_packages] == ["cupaged.v1"]
+    assert [*info.api_packages] == ["cupaged.v1", "inference", "vllm.grpc.engine"]
     assert info.build.python_version == platform.python_version()
     assert info.build.packages["grpcio"] == grpc.__version__
     assert info.device == "cpu"
@@ -304,7 +304,12 @@ def test_reflection(server: LocalServer) -> None:
     ]
     listed, described = stub.ServerReflectionInfo(iter(ask), timeout=SECONDS)
     names = [service.name for service in listed.list_services_response.service]
-    assert sorted(names) == sorted([*SERVICES, "grpc.reflection.v1alpha.ServerReflection"])
+    others = (
+        "grpc.reflection.v1alpha.ServerReflection",
+        "inference.GRPCInferenceService",
+        "vllm.grpc.engine.VllmEngine",
+    )
+    assert sorted(names) == sorted([*SERVICES, *others])
     [data, *_] = described.file_descriptor_response.file_descriptor_proto
     found = descriptor_pb2.FileDescriptorProto.FromString(data)
     assert found.package == "cupaged.v1"

@@ -15,9 +15,9 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from cupaged.v1 import generation_pb2_grpc
-from tests.server.asking import health, stream_request, tokens, told
+from tests.server.asking import health, request, stream_request, tokens, told
 from tests.server.local_server import SECONDS, is_idle, wait_until
-from tests.server.watched_server import WatchedServer, total
+from tests.server.watched_server import WatchedServer, is_alive, total
 
 SERVING, NOT_SERVING = 1, 2
 RUNNING, STREAMS, CHANNELS = 12, 20, 4  # some streams wait in the queue
@@ -155,6 +155,42 @@ def test_a_front_end_dies_and_comes_back(one: WatchedServer) -> None:
         assert one.pid("frontend-1") != before
         check_serves(one)
     assert one.log.count("engine is process") == 1
+
+
+def test_a_front_end_that_hangs_does_not_outlive_its_supervisor(
+    tiny_model: str, folder: Path
+) -> None:
+    """It would share the port with the next server, and answer nobody."""
+    with WatchedServer(folder, tiny_model, "--runner", "null") as server:
+        pid = server.pid("frontend-1")
+        os.kill(pid, signal.SIGSTOP)
+        server.process.kill()
+        wait_until(lambda: not is_alive(pid))
+
+
+def test_connections_go_to_front_ends_that_serve(tiny_model: str, folder: Path) -> None:
+    """Not to one that is being started again: it would answer that the model is loading."""
+
+    def serve() -> None:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        with grpc.insecure_channel(server.address, options) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            assert stub.Generate(request(), timeout=SECONDS).samples[0].completion_tokens == 6
+
+    with WatchedServer(folder, tiny_model, "--runner", "null", "--frontends", "2") as server:
+        pid = server.pid("frontend-1")
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: server.pid("frontend-1") != pid)
+        calls = 0
+        while server.total("frontends_listening") < 2:
+            serve()
+            calls += 1
+        assert calls > 0
+        for _ in range(20):
+            serve()
+        server.terminate()
+        assert server.end() == 0
+        server.check_gone()
 
 
 def test_a_front_end_stands_still(one: WatchedServer) -> None:

@@ -51,7 +51,7 @@ def test_the_defaults_in_the_help_are_the_real_ones() -> None:
             assert text == (f"{defaults[name]:g}" if isinstance(defaults[name], float) else
                             str(defaults[name])), name  # fmt: skip
     unstated = {n for n, d in defaults.items() if d not in (None, False, ()) and n not in stated}
-    assert not unstated - {"metrics_host", "engine", "served_model_name"}
+    assert not unstated - {"metrics_host", "engine", "served_model_name", "services"}
 
 
 def test_flags_become_settings() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from grpc_health.v1 import health_pb2
 from cupaged.v1 import generation_pb2 as pb
 from cupaged.v1 import model_pb2 as mpb
 from tests.server.asking import Started, failure, health, request, stream_request, tokens
+from tests.server.kserve_messages import KServe, infer
 from tests.server.local_server import SECONDS, wait_until
 from tests.server.supervised import Supervised
 
@@ -113,3 +115,38 @@ def test_what_only_a_front_end_can_refuse(
         last = server.log.splitlines()[-1]
         assert last.startswith("cupaged: ") and message in last
     assert stream_request().text
+
+
+def test_statistics_are_of_all_front_ends(tiny_model: str) -> None:
+    with Supervised(tiny_model, *NULL, "--frontends", "2") as server:
+        options = [("grpc.use_local_subchannel_pool", 1)]  # a connection each
+        channels = []
+
+        def stats(channel: grpc.Channel) -> tuple[int, int]:
+            (told,) = KServe(channel).ModelStatistics().model_stats
+            assert told.inference_count == told.inference_stats.success.count
+            return told.inference_stats.success.count, told.inference_stats.fail.count
+
+        def by_another_connection() -> bool:
+            channel = grpc.insecure_channel(server.address, options)
+            channels.append(channel)
+            asked = infer(text_input="a page", max_tokens=1)
+            KServe(channel).ModelInfer(asked)
+            failure(lambda: KServe(channel).ModelInfer(infer(text_input="")))
+            assert stats(channel) == (len(channels), len(channels))
+            names = {name for name in ("frontend-1", "frontend-2") if served_by(name)}
+            return len(names) == 2
+
+        def served_by(name: str) -> bool:
+            return re.search(rf"{name}\b.*ModelInfer", server.log) is not None
+
+        wait_until(by_another_connection)
+        expected = (len(channels), len(channels))
+        assert {stats(channel) for channel in channels} == {expected}
+        for name in ("frontend-1", "frontend-2"):
+            server.kill(name)  # one that takes its place goes on with its counts
+            server.until(rf"(?s){name} is process.*{name} is process.*{name} listens at")
+        with grpc.insecure_channel(server.address, options) as channel:
+            assert stats(channel) == expected
+        for each in channels:
+            each.close()

@@ -13,7 +13,7 @@ import pytest
 from cupaged.engine_args import EngineArgs
 from cupaged.errors import ConfigError, NotSupportedError
 from cupaged.loading.model_files import DEFAULT_MODEL_REPO
-from cupaged.server.settings import DEFAULT_MODEL_NAME, ServeSettings, is_loopback
+from cupaged.server.settings import DEFAULT_MODEL_NAME, SERVICES, ServeSettings, is_loopback
 from cupaged.server.settings_sources import ENGINE_KEYS, load_settings, setting_keys
 from cupaged.server.wire import FrameReader, encode_frame
 
@@ -232,7 +232,7 @@ def test_the_names_of_the_model(tmp_path: Path) -> None:
 def test_every_option_of_the_engine_is_a_setting() -> None:
     types = {f.name: str(f.type).removesuffix(" | None") for f in dataclasses.fields(EngineArgs)}
     del types["model"]
-    types |= {"tokenizer": "str", "kv_cache_memory_bytes": "bytes"}
+    types |= {"tokenizer": "str", "trace": "str", "kv_cache_memory_bytes": "bytes"}
     assert types == ENGINE_KEYS
     assert set(setting_keys().values()) == {"int", "float", "bool", "str", "names", "bytes"}
 
@@ -251,3 +251,11 @@ def test_the_supervisor_needs_neither_numpy_nor_grpc() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.partition(".")[0] for name in run.stdout.split()}
     assert not loaded & {"numpy", "grpc", "google", "tokenizers", "jinja2"}
+
+
+def test_services_are_known_and_named_once() -> None:
+    assert load().services == SERVICES
+    assert load({}, {"CUPAGED_SERVICES": "v1, kserve"}).services == ("v1", "kserve")
+    for services in ((), ("v1", "v1"), ("v2",)):
+        with pytest.raises(ConfigError, match="one or more of v1, kserve"):
+            ServeSettings(services=services)

@@ -85,7 +85,8 @@ def test_clients_have_to_show_a_certificate(mutual: LocalServer) -> None:
     intruder = grpc.ssl_channel_credentials(
         pem("root.pem"), pem("intruder.key"), pem("intruder.pem")
     )
-    for credentials in (TRUSTING, intruder, None):
+    expired = grpc.ssl_channel_credentials(pem("root.pem"), pem("expired.key"), pem("expired.pem"))
+    for credentials in (TRUSTING, intruder, expired, None):
         status = failure(lambda: generate(mutual, credentials))  # noqa: B023 - called at once
         assert status.code is Code.UNAVAILABLE
     assert generate(mutual, known).samples

@@ -91,6 +91,12 @@ def test_a_request_that_is_answered(recorded: Recorded) -> None:
     }
 
 
+def test_a_method_of_another_service(recorded: Recorded) -> None:
+    finish(recorded.tracer.start("of.Others/Infer", request_id="1", stream=False))
+    attributes = dict(recorded.span().attributes or {})
+    assert (attributes["rpc.service"], attributes["rpc.method"]) == ("of.Others", "Infer")
+
+
 def test_times_of_the_engine_are_events(recorded: Recorded) -> None:
     now = time.perf_counter()
     times = RequestMetrics(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -22,7 +23,7 @@ from cupaged.errors import (
 )
 from cupaged.outputs import CoreOutput, EngineStats, TokenLogprobs
 from cupaged.request import CoreRequest
-from cupaged.sampling_params import SamplingParams
+from cupaged.sampling_params import BeamSearchParams, SamplingParams
 from cupaged.server.wire import (
     FrameReader,
     WireError,
@@ -207,6 +208,8 @@ PARAMS = [
 def test_a_request_crosses_whole(params: SamplingParams) -> None:
     request = CoreRequest("ïd", (1, 2, 3), params, (0, 2), 2**64 - 1, -(2**63), ((5,), (6, 7)))
     assert request_from_wire(crossed(request_to_wire(request))) == request
+    private = replace(request, prefix_caching=False, cache_salt="sält")
+    assert request_from_wire(crossed(request_to_wire(private))) == private
 
 
 def test_only_what_differs_from_the_defaults_is_sent() -> None:
@@ -220,17 +223,24 @@ def test_only_what_differs_from_the_defaults_is_sent() -> None:
         None,
         [],
         ["id", [1], {}, [], 0, 0],
-        ["id", [1], [], [], 0, 0, []],
-        ["id", 1, {}, [], 0, 0, []],
-        ["id", [1], {}, None, 0, 0, []],
-        ["id", [1], {"tempreature": 1}, [], 0, 0, []],
-        ["id", [1], {3: 1}, [], 0, 0, []],
+        ["id", [1], [], [], 0, 0, [], None, None, None],
+        ["id", 1, {}, [], 0, 0, [], None, None, None],
+        ["id", [1], {}, None, 0, 0, [], None, None, None],
+        ["id", [1], {"tempreature": 1}, [], 0, 0, [], None, None, None],
+        ["id", [1], {3: 1}, [], 0, 0, [], None, None, None],
+        ["id", [1], {}, [], 0, 0, [], None, None, {"width": 2}],
         ["id", [1], {}, [], 0, 0, [3]],
     ],
 )
 def test_what_is_no_request(form: Any) -> None:
     with pytest.raises(WireError):
         request_from_wire(form)
+
+
+def test_beams_cross() -> None:
+    beams = BeamSearchParams(beam_width=3, max_tokens=7, early_stopping="never")
+    request = CoreRequest("id", (1,), beams.sampling_params((2,)), (2,), beams=beams)
+    assert request_from_wire(crossed(request_to_wire(request))) == request
 
 
 def test_a_parameter_is_refused_by_its_own_error() -> None:

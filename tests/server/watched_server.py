@@ -31,11 +31,16 @@ class WatchedServer(Supervised):
         """Of the child that was started last under this name."""
         return int(re.findall(rf"{name} is process (\d+)", self.log)[-1])
 
-    def metrics(self) -> dict[str, float]:
-        """Every sample of the page, by name with labels."""
+    @property
+    def metrics_url(self) -> str:
+        """Of the metrics page."""
         match = re.search(r"metrics (http://\S+)\)", self.line)
         assert match is not None
-        with urllib.request.urlopen(match[1], timeout=SECONDS) as answer:
+        return match[1]
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of the page, by name with labels."""
+        with urllib.request.urlopen(self.metrics_url, timeout=SECONDS) as answer:
             page = answer.read().decode()
         samples = (line.rpartition(" ") for line in page.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, _, value in samples}
@@ -44,12 +49,16 @@ class WatchedServer(Supervised):
         """Sum of the samples of `cupaged_<name>`."""
         return total(self.metrics(), name)
 
+    def engine_socket(self) -> Path:
+        """Where the engine listens to front ends."""
+        (path,) = self._folder.glob("cupaged-serve-*/engine.sock")
+        return path
+
     def ask_engine(self, *names: str) -> list[Any]:
         """Answers of the engine to calls of the wire, as a further front end would get them."""
-        (path,) = self._folder.glob("cupaged-serve-*/engine.sock")
 
         async def ask() -> list[Any]:
-            client = EngineClient(str(path), name="the test")
+            client = EngineClient(str(self.engine_socket()), name="the test")
             try:
                 async with asyncio.timeout(SECONDS):
                     await client.connect()

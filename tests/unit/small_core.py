@@ -9,6 +9,7 @@ from cupaged.config import EngineConfig
 from cupaged.engine.batch import StepPlan
 from cupaged.engine.core import EngineCore
 from cupaged.engine.hash_runner import HashRunner
+from cupaged.engine.kv_sanitizer import SanitizedRunner
 from cupaged.engine.runner import Runner, StepOutput
 from cupaged.engine.scheduling_policy import SchedulingPolicy
 from cupaged.outputs import CoreOutput
@@ -16,6 +17,16 @@ from cupaged.request import CoreRequest
 from cupaged.sampling_params import SamplingParams
 
 VOCAB_SIZE = 50
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "num_blocks": 16,
+    "block_size": 4,
+    "max_model_len": 1000,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "watermark": 0.0,
+    "kv_sanitizer": True,
+}
 
 
 class RecordingRunner(HashRunner):
@@ -26,6 +37,7 @@ class RecordingRunner(HashRunner):
             num_blocks=config.num_blocks,
             block_size=config.block_size,
             vocab_size=config.vocab_size,
+            num_host_blocks=config.num_host_blocks,
         )
         self.steps: list[list[tuple[str, int, int, int, int]]] = []
         self.plans: list[StepPlan] = []
@@ -74,17 +86,9 @@ class ScriptedRunner:
 
 
 def small_config(**limits: Any) -> EngineConfig:
-    """16 blocks of 4 tokens, at most 4 sequences and 64 tokens a step, no watermark."""
-    defaults: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "num_blocks": 16,
-        "block_size": 4,
-        "max_model_len": 1000,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 64,
-        "watermark": 0.0,
-    }
-    return EngineConfig(**{**defaults, **limits})
+    """16 blocks of 4 tokens, at most 4 sequences and 64 tokens a step, no watermark; with the KV
+    sanitizer."""
+    return EngineConfig(**{**DEFAULTS, **limits})
 
 
 def small_core(
@@ -97,9 +101,15 @@ def small_core(
     return EngineCore(config, runner(config), policy=policy)
 
 
+def runner_of(core: EngineCore) -> Runner:
+    """The runner of a core, behind the KV sanitizer if there is one."""
+    runner = core._runner
+    return runner.inner if isinstance(runner, SanitizedRunner) else runner
+
+
 def recorded(core: EngineCore) -> RecordingRunner:
     """The recording runner of a core."""
-    runner = core._runner
+    runner = runner_of(core)
     assert isinstance(runner, RecordingRunner)
     return runner
 

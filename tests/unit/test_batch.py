@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cupaged.engine.batch import Batch, ScheduledSequence, StepPlan, build_batch
-from cupaged.engine.sampling_batch import MAX_COUNT, MAX_TEMPERATURE
+from cupaged.engine.sequence_table import MAX_COUNT, MAX_TEMPERATURE, RECORD, record_of
 from cupaged.outputs import TokenLogprobs
 from cupaged.request import CoreRequest, Request, Sequence
 from cupaged.sampling_params import SamplingParams
@@ -34,8 +34,15 @@ def sequence_of(
 
 
 def plan_of(*entries: tuple[Sequence, int, int, int], table: list[list[int]]) -> StepPlan:
-    scheduled = [ScheduledSequence(*entry) for entry in entries]
-    return StepPlan(7, scheduled, block_tables=(np.array(table, np.int32),))
+    sequences = [sequence for sequence, *_ in entries]
+    for sequence, start, *_ in entries:
+        sequence.num_computed_tokens = start
+    plan = StepPlan(7, block_tables=(np.array(table, np.int32),))
+    num_new = np.array([num for _, _, num, _ in entries], np.int32)
+    plan.add(sequences, np.arange(len(entries), dtype=np.int32), num_new)
+    plan.freeze(np.array([record_of(sequence) for sequence in sequences], RECORD))
+    assert plan.scheduled == [ScheduledSequence(*entry) for entry in entries]
+    return plan
 
 
 def mixed() -> Batch:

@@ -158,7 +158,10 @@ ANYTHING = st.one_of(
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
-@given(field=st.sampled_from(["request_id", "prompt_token_ids", "params", "seed"]), value=ANYTHING)
+@given(
+    field=st.sampled_from(["request_id", "prompt_token_ids", "params", "seed", "beams"]),
+    value=ANYTHING,
+)
 def test_any_value_in_any_field_is_served_or_refused(field: str, value: object) -> None:
     core = small_core()
     changes: dict[str, Any] = {field: tuple(value) if isinstance(value, list) else value}

@@ -54,6 +54,15 @@ KERNELS = {
     "sampling.cu": ["sample"],
 }  # fmt: skip
 ROPE = {"HEAD_DIM": 64, "BLOCK_SIZE": 16}
+# With the checks of the KV sanitizer.
+CHECKED: list[tuple[str, dict[str, str | int]]] = [
+    ("rope.cu", {"DTYPE": "bf16", **ROPE, "KV_SANITIZER": 1}),
+    ("kv_cache.cu", {"DTYPE": "bf16", "KV_SANITIZER": 1}),
+    (
+        "paged_attention.cu",
+        {"DTYPE": "bf16", **ROPE, "ROW_TILES": 4, "SLOTS": 4, "KV_SANITIZER": 1},
+    ),
+]
 # A block of each file's largest size has to fit: 65,536 registers in pieces of 8 a thread.
 MOST_REGISTERS = {"norm.cu": 64, "sampling.cu": 80, "logits_logprobs.cu": 80}
 # Static shared memory of a block: a sum a warp, a ticket, tiles of numbers, histograms.
@@ -221,6 +230,15 @@ def check_compiles(file: str, defines: dict[str, str | int], arch: str) -> None:
 @needs_nvrtc
 @pytest.mark.parametrize(("file", "defines", "arch"), USUAL)
 def test_variants_compile_without_spills(file: str, defines: dict[str, Any], arch: str) -> None:
+    check_compiles(file, defines, arch)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("file", "defines"), CHECKED)
+def test_checks_of_the_kv_pool_compile_for_all(
+    file: str, defines: dict[str, str | int], arch: str
+) -> None:
     check_compiles(file, defines, arch)
 
 

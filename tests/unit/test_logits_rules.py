@@ -44,7 +44,7 @@ def sequence_of(
 
 
 def edits_for(*sequences: Sequence) -> LogitsEdits:
-    edits = build_edits([*sequences])
+    edits = build_edits(enumerate(sequences))
     assert edits is not None
     return edits
 
@@ -74,7 +74,7 @@ def with_values(pairs: Any, values: Any) -> dict[tuple[int, int], float]:
 )
 def test_who_asks_for_nothing_has_no_rules(eos: Ids[int], params: dict[str, Any]) -> None:
     assert rules_of(SamplingParams(**params), eos, ()) is None
-    assert build_edits([sequence_of([1], [2], eos=eos, **params)] * 2) is None
+    assert build_edits(enumerate([sequence_of([1], [2], eos=eos, **params)] * 2)) is None
 
 
 def test_rules_of_parameters() -> None:
@@ -236,7 +236,7 @@ SEQUENCES = st.builds(
 @given(sequences=st.lists(SEQUENCES, min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_edits_equal_a_naive_oracle(sequences: list[Sequence], seed: int) -> None:
     logits = np.random.default_rng(seed).normal(scale=3, size=(4, VOCAB_SIZE)).tolist()
-    edits = build_edits(sequences)
+    edits = build_edits(enumerate(sequences))
     if edits is not None:
         for pairs in (edits.bias, edits.repetition, edits.subtracted, edits.allowed):
             assert len({*map(tuple, pairs.tolist())}) == len(pairs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -228,6 +229,8 @@ def test_loading_closes_the_files_whatever_happens(folder: Path) -> None:
 
 # ---- memory --------------------------------------------------------------------------------------
 
+numpy_args = partial(EngineArgs, device="cpu", cpu_kernels="numpy")  # weights take 4 bytes each
+
 
 @pytest.fixture
 def no_allocation(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
@@ -276,7 +279,7 @@ def test_weights_that_do_not_fit(
     assert needed > 1.9 * (folder / "model.safetensors").stat().st_size
     set_free_memory(no_allocation, needed + spare)
     with pytest.raises(CapacityError) as caught:
-        EngineArgs(model=folder, device="cpu").build()
+        numpy_args(model=folder).build()
     assert caught.value.name == name
 
 
@@ -286,18 +289,28 @@ def test_pools_that_do_not_fit(folder: Path, no_allocation: pytest.MonkeyPatch) 
     needed = weight_bytes(folder) + WORKSPACE
     set_free_memory(no_allocation, needed + free)
     with pytest.raises(CapacityError, match=r"override must be at most 100 .* got 101"):
-        EngineArgs(model=folder, device="cpu", num_gpu_blocks_override=101).build()
+        EngineArgs(
+            model=folder, device="cpu", cpu_kernels="numpy", num_gpu_blocks_override=101
+        ).build()
     with pytest.raises(CapacityError, match=rf"kv_cache_memory_bytes must be at most {free} "):
-        EngineArgs(model=folder, device="cpu", kv_cache_memory_bytes=free * 2).build()
+        EngineArgs(
+            model=folder, device="cpu", cpu_kernels="numpy", kv_cache_memory_bytes=free * 2
+        ).build()
     with pytest.raises(CapacityError, match=r"max_model_len must be at most 160: .* 10 blocks"):
-        EngineArgs(model=folder, device="cpu", kv_cache_memory_bytes=free // 10).build()
+        EngineArgs(
+            model=folder, device="cpu", cpu_kernels="numpy", kv_cache_memory_bytes=free // 10
+        ).build()
     with pytest.raises(CapacityError, match=r"max_model_len must be at most 640: .* 40 blocks"):
-        EngineArgs(model=folder, device="cpu").build()  # 40 % of what is free
+        numpy_args(model=folder).build()  # 40 % of what is free
     with pytest.raises(ConfigError, match=r"max_model_len must be at most .* 1024, got 1025"):
-        EngineArgs(model=folder, device="cpu", max_model_len=1025).build()
+        numpy_args(model=folder, max_model_len=1025).build()
     no_allocation.undo()
     set_free_memory(no_allocation, needed + free)
-    engine = EngineArgs(model=folder, device="cpu", num_gpu_blocks_override=100).build()
+    engine = EngineArgs(
+        model=folder, device="cpu", cpu_kernels="numpy", num_gpu_blocks_override=100
+    ).build()
     assert engine.core.config.num_blocks == 100
-    engine = EngineArgs(model=folder, device="cpu", max_model_len=640, max_num_seqs=1).build()
+    engine = EngineArgs(
+        model=folder, device="cpu", cpu_kernels="numpy", max_model_len=640, max_num_seqs=1
+    ).build()
     assert engine.core.config.num_blocks == 40

@@ -45,7 +45,7 @@ def test_running_sequences_come_first_and_a_new_prompt_gets_what_is_left() -> No
 
 def test_a_prompt_waits_until_all_of_it_fits_and_is_then_not_preempted() -> None:
     """10 blocks; one that runs holds 6 and grows to 8; a prompt of 8 comes in chunks of 2."""
-    core = small_core(num_blocks=10, max_num_batched_tokens=8)
+    core = small_core(num_blocks=10, max_num_batched_tokens=8, enable_prefix_caching=False)
     core.add_request(request("running", 22, max_tokens=9))
     for _ in range(3):
         core.step()
@@ -59,7 +59,7 @@ def test_a_prompt_waits_until_all_of_it_fits_and_is_then_not_preempted() -> None
 
 def test_nobody_overtakes_the_head_of_the_queue() -> None:
     """12 blocks, 8 of them held; the head needs 8, the small request behind it 1: both wait."""
-    core = small_core(num_blocks=12)
+    core = small_core(num_blocks=12, enable_prefix_caching=False)
     core.add_request(request("running", 29, max_tokens=4))
     core.step()
     core.add_request(request("big", 32, max_tokens=2))
@@ -73,7 +73,7 @@ def test_nobody_overtakes_the_head_of_the_queue() -> None:
 
 def test_the_latest_arrival_gives_way_and_comes_back_before_new_requests() -> None:
     """4 blocks of 4 tokens: two sequences of 7 tokens fill them and both grow past a block edge."""
-    core = small_core(num_blocks=4, max_num_seqs=2)
+    core = small_core(num_blocks=4, max_num_seqs=2, enable_prefix_caching=False)
     core.add_request(request("a", 7, max_tokens=6))
     core.add_request(request("b", 7, max_tokens=6))
     core.add_request(request("c", 3, max_tokens=1))
@@ -141,7 +141,7 @@ def test_a_policy_that_is_empty_is_still_the_policy() -> None:
 @pytest.mark.parametrize(("length", "admitted"), [(12, True), (13, False)])
 def test_the_watermark_stays_free_beside_others(length: int, admitted: bool) -> None:
     """10 blocks, 4 held, 3 kept free: a prompt may take 3."""
-    core = small_core(num_blocks=10, watermark=0.3)
+    core = small_core(num_blocks=10, watermark=0.3, enable_prefix_caching=False)
     core.add_request(request("a", 13, max_tokens=2))
     core.step()
     core.add_request(request("b", length, max_tokens=1))

@@ -9,11 +9,29 @@ import pytest
 from cupaged.engine.core import EngineCore
 from cupaged.engine.scheduling_policy import (
     FirstComeFirstServed,
+    LongestPrefixFirst,
     PriorityWithBoundedWait,
     make_policy,
 )
 from cupaged.errors import ConfigError, InvalidParameterError, QueueFullError
+from cupaged.request import Request
 from tests.unit.small_core import drain, recorded, request, small_core
+
+
+class Compared(int):
+    """An integer that counts how often any is compared."""
+
+    num_comparisons = 0
+
+    def __lt__(self, other: int) -> bool:
+        Compared.num_comparisons += 1
+        return int(self) < int(other)
+
+    def __eq__(self, other: object) -> bool:
+        Compared.num_comparisons += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
 
 
 def order_of_admission(core: EngineCore) -> list[str]:
@@ -24,8 +42,13 @@ def order_of_admission(core: EngineCore) -> list[str]:
 def test_policies_by_name() -> None:
     assert isinstance(make_policy("fcfs"), FirstComeFirstServed)
     assert isinstance(make_policy("priority"), PriorityWithBoundedWait)
-    with pytest.raises(ConfigError, match="scheduling_policy must be one of 'fcfs', 'priority'"):
+    assert isinstance(make_policy("longest-prefix"), LongestPrefixFirst)
+    with pytest.raises(
+        ConfigError, match="scheduling_policy must be one of 'fcfs', 'priority', 'longest"
+    ):
         make_policy("lifo")
+    with pytest.raises(ConfigError, match=r"got \['fcfs'\]"):
+        make_policy(["fcfs"])  # type: ignore[arg-type]
 
 
 def test_lower_priority_values_come_first_and_arrival_decides_among_equals() -> None:
@@ -54,7 +77,8 @@ def test_a_running_sequence_is_not_preempted_to_let_a_more_urgent_one_in() -> No
 
 
 def test_a_preempted_sequence_comes_before_new_ones_of_its_priority() -> None:
-    core = small_core(policy=make_policy("priority"), num_blocks=3, max_num_seqs=2)
+    policy = make_policy("priority")
+    core = small_core(policy=policy, num_blocks=3, max_num_seqs=2, enable_prefix_caching=False)
     core.add_request(request("a", 4, priority=1, max_tokens=5))
     core.add_request(request("b", 4, priority=1, max_tokens=5))
     core.step()
@@ -134,6 +158,20 @@ def test_everybody_is_served_within_the_bound(seed: int) -> None:
     assert all(admitted.index(name) <= limit[name] for name in limit)
 
 
+def test_to_take_a_request_out_costs_little_however_many_wait() -> None:
+    policy = make_policy("priority")
+    waiting = [
+        Request(request(str(i), 2), arrival=i, max_tokens=1).sequences[0] for i in range(999)
+    ]
+    for i, sequence in enumerate(waiting):
+        sequence.order = (Compared(i), 0)
+        policy.add(sequence)
+    Compared.num_comparisons = 0
+    policy.remove(waiting[500])
+    assert Compared.num_comparisons < 100  # two bisections of ten halvings, two comparisons each
+    assert len(policy) == 998
+
+
 def test_requests_that_wait_are_bounded_in_number() -> None:
     core = small_core(max_num_seqs=1, max_num_queued_reqs=2)
     core.add_request(request("a", 3, max_tokens=4))
@@ -172,7 +210,9 @@ def test_a_refused_request_leaves_nothing_behind() -> None:
 
 
 def test_preempted_sequences_do_not_count_as_queued() -> None:
-    core = small_core(num_blocks=3, max_num_seqs=2, max_num_queued_reqs=1)
+    core = small_core(
+        num_blocks=3, max_num_seqs=2, max_num_queued_reqs=1, enable_prefix_caching=False
+    )
     core.add_request(request("a", 4, max_tokens=5))
     core.step()
     core.add_request(request("b", 4, max_tokens=5))

@@ -147,7 +147,9 @@ def test_passing_tokens_on_is_appending_and_taking() -> None:
         assert token_ids == [] and completion.num_tokens == len(ids)
     assert not Completion(0, tokenizer, [1], SamplingParams(stop=["x"])).is_plain
     assert not Completion(0, tokenizer, [1], SamplingParams(logprobs=1)).is_plain
-    assert not Completion(0, tokenizer, [1], SamplingParams(detokenize=False)).is_plain
+    silent = Completion(0, tokenizer, [1], SamplingParams(detokenize=False))
+    assert silent.is_plain and silent.pass_on([5, 6]) == ""
+    assert silent.token_ids == [5, 6] and silent.take() == ("", [], [])
 
 
 def test_prompts_and_seeds() -> None:

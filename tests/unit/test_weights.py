@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -59,6 +60,33 @@ def changed_folder(path: Path, spec: TinyLlama, change: Callable[[Weights], obje
 
 
 # ---- what is loaded ------------------------------------------------------------------------------
+
+
+def test_few_entries_are_decoded_before_they_are_packed(tmp_path: Path) -> None:
+    """A slow device does not make the memory of the host fill up with what waits for it."""
+    files = open_model(write_hf_folder(tmp_path, TINY))
+    started: list[str] = []
+
+    class Reader:
+        tensors = files.reader.tensors
+
+        def read_into(self, name: str, out: NDArray[Any]) -> None:
+            started.append(name)
+            files.reader.read_into(name, out)
+
+        def close(self) -> None: ...
+
+    class SlowOps(NumpyOps):
+        def pack_weight(self, weight: NDArray[Any], bias: Any = None) -> Any:
+            if len(started_at_first) == 0:
+                time.sleep(0.3)  # for readers that would run ahead
+                started_at_first.append(len(started))
+            return super().pack_weight(weight, bias)
+
+    started_at_first: list[int] = []
+    load_weights(files.entries, Reader(), files.form, SlowOps())
+    most_parts = max(len(entry.parts) for entry in files.entries)
+    assert started_at_first[0] <= 4 * most_parts < len(started)
 
 
 @pytest.mark.parametrize("spec", [TINY, TINY_WIDE_HEAD], ids=lambda spec: spec.name)

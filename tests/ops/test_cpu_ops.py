@@ -1,4 +1,4 @@
-"""The operations on NumPy arrays, one by one, against the float64 reference.
+"""The operations of the `cpu` device, one by one and in all forms, against the float64 reference.
 
 Outputs are NaN before every call, so that a value which is not written shows. Attention and
 sampling have files of their own.
@@ -6,7 +6,7 @@ sampling have files of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +17,7 @@ from cupaged.engine.batch import GroupTables
 from cupaged.ops import KVCache, KVCacheSpec
 from cupaged.ops.numpy_ops import NumpyOps
 from tests import reference
+from tests.ops.cpu_kernels import CPU_KERNELS, cpu_ops
 from tests.ops.test_attention import make_batch
 
 F32 = NDArray[np.float32]
@@ -26,9 +27,10 @@ TOKENS = [0, 1, 3, 7, 37, 64]
 TOLERANCE = 1e-5
 
 
-@pytest.fixture
-def ops() -> NumpyOps:
-    return NumpyOps()
+@pytest.fixture(params=CPU_KERNELS)
+def ops(request: pytest.FixtureRequest) -> Iterator[NumpyOps]:
+    with cpu_ops(request.param) as made:
+        yield made
 
 
 def normal(seed: int, *shape: int) -> F32:

@@ -1,0 +1,1 @@
+"""Other engines for CPUs, each measured in an environment of its own."""
