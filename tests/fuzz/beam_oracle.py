@@ -7,7 +7,6 @@ down as a list, without paging.
 from __future__ import annotations
 
 from dataclasses import replace
-from heapq import nsmallest
 from random import Random
 
 import numpy as np
@@ -39,8 +38,8 @@ class Contexts:
     def likeliest(self, tokens: Tokens, count: int) -> list[tuple[int, float]]:
         """Tokens and their log probabilities, equal ones by token id."""
         logprobs = self.logprobs(tokens)
-        ranked = zip((-logprob for logprob in logprobs), range(self._vocab_size), strict=True)
-        return [(token, -value) for value, token in nsmallest(count, ranked)]
+        ranked = np.lexsort((np.arange(self._vocab_size), np.negative(logprobs)))
+        return [(token, logprobs[token]) for token in ranked[:count].tolist()]
 
     def _kv_after(self, tokens: Tokens) -> list[int]:
         if tokens not in self._kv:

@@ -15,29 +15,23 @@ from cupaged.ops import _native as native
 from cupaged.ops.numpy_ops import NumpyOps
 from tests.fuzz.device_harness import check_seeds, run_seed
 
-TRACES, NATIVE_TRACES, CHUNK = 100, 40, 20
+QUICK_TRACES = 20
 
 
-@pytest.mark.parametrize("first", range(0, TRACES, CHUNK))
-def test_traces(first: int) -> None:
-    check_seeds("numpy", range(first, first + CHUNK))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(TRACES, 5 * TRACES, TRACES))
-def test_more_traces(first: int) -> None:
-    check_seeds("numpy", range(first, first + TRACES))
-
-
-@pytest.mark.parametrize("first", range(0, NATIVE_TRACES, CHUNK))
-def test_native_traces(first: int) -> None:
-    check_seeds("native", range(first, first + CHUNK))
+@pytest.mark.parametrize("device", ["numpy", "native"])
+def test_traces(device: str) -> None:
+    check_seeds(device, range(QUICK_TRACES))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(NATIVE_TRACES, 5 * NATIVE_TRACES, NATIVE_TRACES))
-def test_more_native_traces(first: int) -> None:
-    check_seeds("native", range(first, first + NATIVE_TRACES))
+@pytest.mark.parametrize(
+    ("device", "stop"),
+    [*(("numpy", n) for n in range(100, 501, 100)), *(("native", n) for n in range(40, 201, 40))],
+)
+def test_more_traces(device: str, stop: int) -> None:
+    """Up to 500 by NumPy and 200 by the native kernels."""
+    size = 100 if device == "numpy" else 40
+    check_seeds(device, range(max(stop - size, QUICK_TRACES), stop))
 
 
 def test_a_small_error_in_steps_of_several_tokens_shows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,18 @@ from tests.fuzz.harness import failure_of, first_failure, report_of, run_alone
 from tests.fuzz.oracle import answers, refusal
 from tests.fuzz.traces import Add, Steps, Trace, make_plain_trace, make_trace, shrink
 
-TRACES, CHUNK = 1000, 100
+QUICK_TRACES, TRACES, CHUNK = 400, 1000, 100
+SOME = [
+    pytest.param(first, marks=[pytest.mark.slow] * (first >= QUICK_TRACES))
+    for first in range(0, TRACES, CHUNK)
+]
 MORE = [
     pytest.param(first, marks=pytest.mark.slow if first < 3 * TRACES else pytest.mark.long)
     for first in range(TRACES, 10 * TRACES, TRACES)
 ]
 
 
-@pytest.mark.parametrize("first", range(0, TRACES, CHUNK))
+@pytest.mark.parametrize("first", SOME)
 def test_traces(first: int) -> None:
     seed = first_failure(range(first, first + CHUNK))
     if seed is not None:

@@ -14,7 +14,11 @@ from cupaged.engine.traced_core import TracedCore
 from tests.fuzz import harness
 from tests.fuzz.traces import make_trace
 
-TRACES, CHUNK = 120, 20
+QUICK_TRACES, TRACES, CHUNK = 40, 120, 20
+SOME = [
+    pytest.param(first, marks=[pytest.mark.slow] * (first >= QUICK_TRACES))
+    for first in range(0, TRACES, CHUNK)
+]
 
 
 def record(seed: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> Replayed:
@@ -38,7 +42,7 @@ def record(seed: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> Replayed:
     return replayed
 
 
-@pytest.mark.parametrize("first", range(0, TRACES, CHUNK))
+@pytest.mark.parametrize("first", SOME)
 def test_recorded_traces_run_again(
     first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
