@@ -4,8 +4,8 @@ Several threads beside another busy process wait for each other and take many ti
 
 And no GPU, unless the run asks for one: what device "auto" finds must not depend on the machine.
 
-And Ctrl-C is heard: a shell starts programs in the background with that signal ignored, which they
-hand on to those that they start.
+And programs that the tests start hear signals: a shell ignores Ctrl-C for what it starts in the
+background, `nohup` ignores SIGHUP, and that is handed on, but a handler is not.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import signal
 import pytest
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        _is_interrupt = _number is signal.SIGINT
+        signal.signal(_number, signal.default_int_handler if _is_interrupt else lambda *_: None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
