@@ -40,6 +40,7 @@ _CHOICES: dict[str, tuple[tuple[str, ...], int]] = {
     "q8": (("Q8_0",), _INT8),
 }
 
+_LINE = 64  # bytes
 _MOST_THREADS = 1024
 _QUERY_ROWS = 48  # of an attention task: its tokens times the query heads of a KV head
 
@@ -105,8 +106,8 @@ class NativeOps(NumpyOps):
     Args:
         weight_dtype: how weights lie in memory. "float32"; "bfloat16", rounded; "q8", 8 bits and a
             scale for each 32, rounded; "file", as the checkpoint has them (BF16, Q8_0, Q4_0 and
-            Q4_1), with the same results as float32; "auto", likewise, and float32 for all other
-            types.
+            Q4_1), with results that differ from those of float32 by roundings at most; "auto",
+            likewise, and float32 for all other types.
     """
 
     def __init__(self, weight_dtype: str = "auto") -> None:
@@ -140,7 +141,7 @@ class NativeOps(NumpyOps):
                     f"its largest number is {largest:g}, at most {_LARGEST_Q8:g} can be rounded to "
                     "q8; use another cpu_weight_dtype"
                 )
-        packed = np.empty(native.packed_bytes(form, out_features, in_features), np.uint8)
+        packed = _aligned(native.packed_bytes(form, out_features, in_features))
         rows = np.ascontiguousarray(weight).reshape(-1).view(np.uint8)
         native.pack(packed, rows, _STORED[stored], form, out_features, in_features)
         return NativeWeight(packed, form, out_features, in_features, bias)
@@ -207,6 +208,13 @@ class NativeOps(NumpyOps):
         native.attend(
             out, qkv, step.batch.positions, block_table, tasks, len(block_table), scale, *pages
         )  # fmt: skip
+
+
+def _aligned(num_bytes: int) -> NDArray[np.uint8]:
+    """Memory whose vectors lie in one line of the cache each."""
+    memory = np.empty(num_bytes + _LINE, np.uint8)
+    start = -memory.ctypes.data % _LINE
+    return memory[start : start + num_bytes]
 
 
 def _pages(

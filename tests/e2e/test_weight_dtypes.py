@@ -13,6 +13,7 @@ from cupaged.errors import ConfigError, NotSupportedError
 from cupaged.loading.model_files import open_model
 from cupaged.loading.weights import load_weights
 from cupaged.ops.native_ops import NativeOps, NativeWeight
+from tests.ops.cpu_kernels import INSTRUCTIONS, INTEGER_PRODUCTS, using
 from tests.tiny_gguf import random_superblocks, write_gguf
 from tests.tiny_models import TINY, write_hf_folder
 
@@ -38,13 +39,31 @@ def weights_of(path: Path, asked: str = "auto") -> tuple[int, set[int]]:
     return sum(w.packed.nbytes for w in packed), {w.format for w in packed}
 
 
+def assert_alike(told: list[Any], expected: list[Any]) -> None:
+    """The same tokens, and log probabilities that differ by roundings only."""
+    for (tokens, logprobs), (expected_tokens, expected_logprobs) in zip(
+        told, expected, strict=True
+    ):
+        assert tokens == expected_tokens
+        for ours, theirs in zip(logprobs, expected_logprobs, strict=True):
+            assert set(ours) == set(theirs)
+            assert all(abs(ours[t].logprob - theirs[t].logprob) < 1e-4 for t in ours)
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
 @pytest.mark.parametrize("kind", KEPT)
-def test_weights_as_the_file_has_them_give_what_float32_gives(kind: str, tmp_path: Path) -> None:
-    """To the last bit, in the memory that the file takes."""
+def test_weights_as_the_file_has_them_give_what_float32_gives(
+    kind: str, instructions: str, tmp_path: Path
+) -> None:
+    """In the memory that the file takes; to the last bit, unless products are of integers."""
     path = write_gguf(tmp_path / "tiny.gguf", BLOCKS, kind=kind)
-    expected = told(path, cpu_weight_dtype="float32")
-    for asked in ("file", "auto"):
-        assert told(path, cpu_weight_dtype=asked) == expected
+    with using(instructions):
+        expected = told(path, cpu_weight_dtype="float32")
+        for asked in ("file", "auto"):
+            result = told(path, cpu_weight_dtype=asked)
+            assert_alike(result, expected)
+            if kind == "BF16" or instructions not in INTEGER_PRODUCTS:
+                assert result == expected
     in_floats, _ = weights_of(path, "float32")
     kept, formats = weights_of(path)
     bits = {"Q8_0": 8.5, "Q4_0": 5.0, "Q4_1": 5.0, "BF16": 16.0}[kind]
@@ -90,7 +109,7 @@ def test_parts_of_different_types_are_float32_or_refused(tmp_path: Path) -> None
     path = write_gguf(tmp_path / "mixed.gguf", BLOCKS, kind="Q8_0", kinds=kinds)
     _, formats = weights_of(path)
     assert formats == {0, 2}
-    assert told(path) == told(path, cpu_weight_dtype="float32")
+    assert_alike(told(path), told(path, cpu_weight_dtype="float32"))
     with pytest.raises(NotSupportedError, match=r"'0\.qkv' is stored as Q4_1 and Q8_0"):
         LLM(path, device="cpu", cpu_weight_dtype="file")
 

@@ -13,6 +13,7 @@ from cupaged.ops.numpy_ops import NumpyOps
 NUMPY = "numpy"
 INSTRUCTIONS = native.all_instructions()
 CPU_KERNELS = [NUMPY, *INSTRUCTIONS]
+INTEGER_PRODUCTS = {"vnni", "amx"}  # of quantised weights; the others expand them to float32
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from cupaged.ops import STORED_DTYPES
 from cupaged.ops import _native as native
 from cupaged.ops.native_ops import NativeOps, NativeWeight
 from tests import reference
-from tests.ops.cpu_kernels import INSTRUCTIONS, using
+from tests.ops.cpu_kernels import INSTRUCTIONS, INTEGER_PRODUCTS, using
 from tests.ops.test_cpu_ops import normal, poisoned
 
 F32 = NDArray[np.float32]
@@ -94,15 +94,60 @@ def test_a_scale_of_q4_0_that_cannot_be_kept(scale: float) -> None:
 @pytest.mark.parametrize("stored", QUANTISED)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 7, 13, 64, 129])
 def test_products_of_kept_weights_are_those_of_float32(stored: str, rows: int) -> None:
-    """Bit by bit, however many rows there are."""
+    """Bit by bit where they are expanded, as near to the exact result where they are integers."""
     blocks = blocks_of(stored, 53, 9)
     kept = NativeOps("file").pack_weight(blocks, normal(1, 53))
     floats = NativeOps("float32").pack_weight(decoded(stored, blocks), normal(1, 53))
     x = normal(2, 129, 9 * 32)
-    expected = product(floats, x)[:rows]
-    np.testing.assert_array_equal(product(kept, x[:rows]), expected)
+    result, expected = product(kept, x[:rows]), product(floats, x)[:rows]
     exact = reference.linear(x[:rows], decoded(stored, blocks), normal(1, 53))
-    assert np.abs(expected - exact).max() < 1e-4 * np.abs(exact).max()
+    if native.instructions() in INTEGER_PRODUCTS:
+        assert np.abs(result - exact).max() < 1e-6 * np.abs(exact).max()
+    else:
+        np.testing.assert_array_equal(result, expected)
+    assert np.abs(expected - exact).max() < 1e-5 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("stored", QUANTISED)
+@pytest.mark.parametrize(("out_features", "blocks"), [(1, 1), (15, 2), (33, 18), (200, 3)])
+def test_a_row_of_kept_weights_does_not_depend_on_its_company(
+    stored: str, out_features: int, blocks: int
+) -> None:
+    """Nor on the unit that multiplies integers, nor on the threads."""
+    weight = NativeOps("file").pack_weight(blocks_of(stored, out_features, blocks))
+    x = normal(4, 300, 32 * blocks)
+    together = product(weight, x)
+    asked = native.instructions()
+    alike = sorted(INTEGER_PRODUCTS & set(INSTRUCTIONS)) if asked in INTEGER_PRODUCTS else [asked]
+    for instructions, threads in [(name, n) for name in alike for n in (1, 3)]:
+        with using(instructions, threads):
+            for first, count in ((0, 1), (7, 2), (60, 4), (60, 5), (3, 16), (100, 37), (20, 280)):
+                part = slice(first, first + count)
+                np.testing.assert_array_equal(product(weight, x[part]), together[part])
+
+
+@pytest.mark.parametrize("stored", QUANTISED)
+def test_rows_of_every_size(stored: str) -> None:
+    """Each as exact as it can be for itself, be its neighbours tiny, huge, zero or no numbers."""
+    blocks = blocks_of(stored, 19, 3)
+    weight = NativeOps("file").pack_weight(blocks)
+    x = normal(5, 24, 96)
+    sizes = np.array([1e-37, 1e-30, 1e-20, 1e-5, 1.0, 1e5, 1e20, 1e30], np.float32)
+    x[:8] *= sizes[:, None]
+    x[8] = 0.0
+    x[9] = np.float32(2**22 - 1) * np.sign(x[9])
+    x[10] = np.nextafter(np.float32(2), np.float32(0)) * np.sign(x[10])  # rounds up to a power of 2
+    x[11] = np.where(np.arange(96) % 5, 1.0, -1.0)
+    x[12, ::32] *= 1e4  # one large number in each block
+    x[13, :32] *= 1e10  # blocks of different sizes
+    x[14] = np.float32(1e-45)
+    x[20, 5], x[21, 40], x[22, 95] = np.nan, np.inf, -np.inf
+    result = product(weight, x)
+    good = np.isfinite(x).all(axis=1)
+    assert not np.isfinite(result[~good]).any()
+    exact = reference.linear(x[good], decoded(stored, blocks), None)
+    magnitude = reference.linear(np.abs(x[good]), np.abs(decoded(stored, blocks)), None)
+    assert (np.abs(result[good] - exact) <= 1e-6 * magnitude + 1e-37).all()
 
 
 @pytest.mark.parametrize("in_features", [1, 31, 33, 257, 600])

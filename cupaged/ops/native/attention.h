@@ -211,7 +211,7 @@ inline void attend_task(const Attention& args, std::int64_t sequence, std::int64
     for (int panel = 0; panel < panels; ++panel) {
       for (int part = 0; part < parts; ++part) {
         const int begin = rows * part / parts, stop = rows * (part + 1) / parts;
-        multiply_rows<Float32, true>(
+        multiply_rows<Float32, 1>(
             stop - begin, reinterpret_cast<const char*>(task.keys + panel * k_dim * kColumns), 0,
             task.queries + begin * k_dim, k_dim, static_cast<int>(k_dim),
             task.scores + (panel * rows + begin) * kColumns, 0);

@@ -76,4 +76,13 @@ extern const Kernels kernels_of_any;
 #if defined(__x86_64__)
 extern const Kernels kernels_of_avx2;
 extern const Kernels kernels_of_avx512;
+extern const Kernels kernels_of_vnni;
+#endif
+
+// Compilers that know AMX, and a system that must be asked for it.
+#if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#define HAS_AMX 1
+extern const Kernels kernels_of_amx;
+#else
+#define HAS_AMX 0
 #endif

@@ -19,7 +19,7 @@ bool is_supported() {
 #define KERNELS avx512
 #define LANES 16
 namespace avx512 {
-constexpr int kRegisters = 32, kMostRows = 8;
+constexpr int kRegisters = 32, kMostRows = 12;
 }
 
 #include "kernels.inc"

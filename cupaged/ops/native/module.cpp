@@ -17,7 +17,11 @@ constexpr std::int64_t kLargestHead = 65536;  // elements of a head
 constexpr std::int64_t kMostQueries = 1024;   // of a task of attention: its tokens times query heads
 
 const Kernels* const kAllKernels[] = {
+#if HAS_AMX
+    &kernels_of_amx,
+#endif
 #if defined(__x86_64__)
+    &kernels_of_vnni,
     &kernels_of_avx512,
     &kernels_of_avx2,
 #endif

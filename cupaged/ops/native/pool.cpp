@@ -168,6 +168,16 @@ struct Scratch {
   float* memory = nullptr;
   std::int64_t size = 0;
   ~Scratch() { std::free(memory); }
+
+  float* of(std::int64_t num_floats) {
+    if (size < num_floats) {
+      std::free(memory);
+      size = (num_floats + 15) / 16 * 16;
+      memory = static_cast<float*>(std::aligned_alloc(64, 4 * size));
+      if (memory == nullptr) std::abort();  // on a thread that has nobody to tell
+    }
+    return memory;
+  }
 };
 
 }  // namespace
@@ -182,16 +192,12 @@ int num_threads() { return the_pool().num_threads(); }
 
 float* scratch(std::int64_t num_floats) {
   thread_local Scratch kept;
-  if (kept.size < num_floats) {
-    std::free(kept.memory);
-    kept.size = (num_floats + 15) / 16 * 16;
-    kept.memory = static_cast<float*>(std::aligned_alloc(64, 4 * kept.size));
-    if (kept.memory == nullptr) {
-      kept.size = 0;
-      std::abort();  // a few hundred kilobytes, on a thread that has nobody to tell
-    }
-  }
-  return kept.memory;
+  return kept.of(num_floats);
+}
+
+float* shared_scratch(std::int64_t num_floats) {
+  thread_local Scratch kept;
+  return kept.of(num_floats);
 }
 
 }  // namespace pool

@@ -24,5 +24,7 @@ int num_threads();
 
 // Uninitialised memory of this thread, aligned to 64 bytes; good until it asks again.
 float* scratch(std::int64_t num_floats);
+// The same, beside it: what a job is given by the thread whose job it is.
+float* shared_scratch(std::int64_t num_floats);
 
 }  // namespace pool

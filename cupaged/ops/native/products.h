@@ -1,119 +1,15 @@
-// Products with weights that were laid out once, in panels of 16 out_features.
+// Products with weights that were laid out in panels; see formats.h.
 //
-// A panel holds the weights of 16 out_features for every in_feature, one row of 16 after the other, in
-// one of four formats. Every element of a product is the sum over in_features in their order, each
-// term added by one fused multiply-add where the processor has one: it does not depend on how many
-// rows are multiplied at once, nor on the threads, nor, for equal weights, on the format.
+// Every element of a product is the sum over in_features in their order, each term added by one fused
+// multiply-add where the processor has one: it does not depend on how many rows are multiplied at
+// once, nor on the threads, nor, for equal weights, on the format.
 #pragma once
 
 namespace KERNELS {
 
-constexpr int kGroup = 32;         // in_features that share a scale in the quantised formats
-constexpr int kTile = 256;         // in_features that are expanded at a time
-constexpr int kRowsAtOnce = 128;   // of x, that pass over a tile while it is in the nearest cache
-
-// Each format goes through a group in steps of `kStep` rows: `load(i)` before the rows [i, i + kStep),
-// then `read(step, b)` for each of them, in order.
-
-struct Float32 {
-  static constexpr int kStep = 1;
-  static constexpr int kBytesPerRow = 4 * kColumns;
-  static constexpr int kBytesOfScales = 0;
-  const char* rows;
-  const char* row;
-  void open(const char* group) { rows = group; }
-  void load(int i) { row = rows + i * kBytesPerRow; }
-  void read(int, Floats (&b)[kVectors]) const {
-    for (int v = 0; v < kVectors; ++v) {
-      b[v] = KERNELS::load(reinterpret_cast<const float*>(row) + v * kLanes);
-    }
-  }
-};
-
-struct BFloat16 {
-  static constexpr int kStep = 1;
-  static constexpr int kBytesPerRow = 2 * kColumns;
-  static constexpr int kBytesOfScales = 0;
-  const char* rows;
-  const char* row;
-  void open(const char* group) { rows = group; }
-  void load(int i) { row = rows + i * kBytesPerRow; }
-  void read(int, Floats (&b)[kVectors]) const {
-    for (int v = 0; v < kVectors; ++v) {
-      b[v] = floats_of_bfloats(KERNELS::load<Shorts>(row + 2 * v * kLanes));
-    }
-  }
-};
-
-// 16 halves d, then 32 rows of 16 signed bytes q: d q, which float32 holds exactly.
-struct Int8 {
-  static constexpr int kStep = 1;
-  static constexpr int kBytesPerRow = kColumns;
-  static constexpr int kBytesOfScales = 2 * kColumns;
-  const char* rows;
-  const char* row;
-  Floats d[kVectors];
-  void open(const char* group) {
-    rows = group + kBytesOfScales;
-    for (int v = 0; v < kVectors; ++v) {
-      d[v] = floats_of_halves(KERNELS::load<Shorts>(group + 2 * v * kLanes));
-    }
-  }
-  void load(int i) { row = rows + i * kBytesPerRow; }
-  void read(int, Floats (&b)[kVectors]) const {
-    Ints q[kVectors];
-    read_bytes(row, q);
-    for (int v = 0; v < kVectors; ++v) b[v] = d[v] * __builtin_convertvector(q[v], Floats);
-  }
-};
-
-// 16 halves d, 16 halves m, then 4 rows of 16 words, each with 8 in_features q of 4 bits, the first in
-// the lowest: d q + m, rounded once. What is cut out of a word in its place is 1, 16, 256 or 4096
-// times q, for which there are as many d; the upper half of the word comes down once.
-struct Int4 {
-  static constexpr int kStep = 8;
-  static constexpr int kBytesPerRow = kColumns / 2;
-  static constexpr int kBytesOfScales = 4 * kColumns;
-  const char* rows;
-  Floats d[4][kVectors], m[kVectors];
-  Bits words[kVectors];
-  void open(const char* group) {
-    rows = group + kBytesOfScales;
-    for (int v = 0; v < kVectors; ++v) {
-      d[0][v] = floats_of_halves(KERNELS::load<Shorts>(group + 2 * v * kLanes));
-      m[v] = floats_of_halves(KERNELS::load<Shorts>(group + 2 * (kColumns + v * kLanes)));
-      for (int i = 1; i < 4; ++i) d[i][v] = d[i - 1][v] * 0x1p-4f;
-    }
-  }
-  void load(int i) {
-    for (int v = 0; v < kVectors; ++v) {
-      words[v] = KERNELS::load<Bits>(rows + i * kBytesPerRow + 4 * v * kLanes);
-    }
-  }
-  void read(int step, Floats (&b)[kVectors]) {
-    for (int v = 0; v < kVectors; ++v) {
-      if (step == 4) words[v] >>= 16;
-      const Ints q = (Ints)(words[v] & (15u << 4 * (step % 4)));
-      b[v] = __builtin_convertvector(q, Floats) * d[step % 4][v] + m[v];
-    }
-  }
-};
-
-template <class Format>
-constexpr std::int64_t bytes_of_group() {
-  return Format::kBytesOfScales + kGroup * Format::kBytesPerRow;
-}
-
-template <class Format>
-std::int64_t bytes_of_panel(std::int64_t in_features) {
-  if (Format::kBytesOfScales == 0) return in_features * Format::kBytesPerRow;
-  return in_features / kGroup * bytes_of_group<Format>();
-}
-
-template <class Format>
-std::int64_t bytes_before(std::int64_t in_feature) {  // a multiple of kGroup
-  return in_feature / kGroup * bytes_of_group<Format>();
-}
+constexpr int kTilePanels = kVectors == 1 ? 2 : 1;  // that are multiplied with many rows at once
+constexpr int kTile = 256 / kTilePanels;            // in_features of them, expanded at a time
+constexpr int kRowsAtOnce = 128;  // of x, that pass over a tile while it is in the nearest cache
 
 // sums[p][r][c] += x[r][i] * weight[p][i][c] for `ROWS` rows of x and the columns of `PANELS` panels,
 // whose sums lie `sums_stride` floats apart.
@@ -171,18 +67,19 @@ constexpr int panels_at_once(int rows) {
   return 1;
 }
 
-// multiply<Format, rows, panels_at_once(rows) or 1>, for a number of rows known only now.
-template <class Format, bool ONE_PANEL, int ROWS = kMostRows>
+// multiply<Format, rows, PANELS>, or panels_at_once(rows) of them for PANELS = 0, for a number of rows
+// known only now.
+template <class Format, int PANELS, int ROWS = kMostRows>
 void multiply_rows(int rows, const char* panel, std::int64_t panel_stride, const float* x,
                    std::int64_t x_stride, int in_features, float* sums, std::int64_t sums_stride) {
   if constexpr (ROWS > 0) {
     if (rows == ROWS) {
-      constexpr int kPanels = ONE_PANEL ? 1 : panels_at_once<Format>(ROWS);
+      constexpr int kPanels = PANELS > 0 ? PANELS : panels_at_once<Format>(ROWS);
       multiply<Format, ROWS, kPanels>(panel, panel_stride, x, x_stride, in_features, sums,
                                       sums_stride);
     } else {
-      multiply_rows<Format, ONE_PANEL, ROWS - 1>(rows, panel, panel_stride, x, x_stride,
-                                                 in_features, sums, sums_stride);
+      multiply_rows<Format, PANELS, ROWS - 1>(rows, panel, panel_stride, x, x_stride, in_features,
+                                              sums, sums_stride);
     }
   }
 }
@@ -210,22 +107,6 @@ void expand(const char* panel, int in_features, float* out) {
   }
 }
 
-inline void write_sums(const Product& product, std::int64_t panel, std::int64_t first_row,
-                       int rows, const float* sums) {
-  const std::int64_t column = panel * kColumns;
-  const std::int64_t left = product.out_features - column;
-  const int columns = left < kColumns ? static_cast<int>(left) : kColumns;
-  for (int r = 0; r < rows; ++r) {
-    float* out = product.out + (first_row + r) * product.out_features + column;
-    const float* sum = sums + r * kColumns;
-    if (product.bias == nullptr) {
-      __builtin_memcpy(out, sum, sizeof(float) * columns);
-    } else {
-      for (int c = 0; c < columns; ++c) out[c] = sum[c] + product.bias[column + c];
-    }
-  }
-}
-
 // Few rows: each weight is read once and used at once.
 template <class Format>
 void multiply_few(const Product& product, std::int64_t first_panel, std::int64_t end_panel) {
@@ -240,10 +121,10 @@ void multiply_few(const Product& product, std::int64_t first_panel, std::int64_t
     const char* weights = product.packed + panel * stride;
     const int in_features = static_cast<int>(product.in_features);
     if (panels > 1) {
-      multiply_rows<Format, false>(rows, weights, stride, product.x, product.in_features,
+      multiply_rows<Format, 0>(rows, weights, stride, product.x, product.in_features,
                                    in_features, sums, sums_stride);
     } else {
-      multiply_rows<Format, true>(rows, weights, stride, product.x, product.in_features,
+      multiply_rows<Format, 1>(rows, weights, stride, product.x, product.in_features,
                                   in_features, sums, sums_stride);
     }
     for (int p = 0; p < panels; ++p) {
@@ -253,32 +134,40 @@ void multiply_few(const Product& product, std::int64_t first_panel, std::int64_t
   }
 }
 
-// Many rows: a tile of a panel is expanded once for all of them.
-template <class Format>
-void multiply_many(const Product& product, std::int64_t first_row, std::int64_t panel) {
+// Many rows: a tile of PANELS panels is expanded once for all of them.
+template <class Format, int PANELS>
+void multiply_tiles(const Product& product, std::int64_t first_row, std::int64_t panel) {
   const std::int64_t left = product.rows - first_row;
   const int rows = left < kRowsAtOnce ? static_cast<int>(left) : kRowsAtOnce;
-  float* sums = pool::scratch((kRowsAtOnce + kTile) * kColumns);
-  float* tile = sums + kRowsAtOnce * kColumns;
-  __builtin_memset(sums, 0, sizeof(float) * rows * kColumns);
-  const char* weights = product.packed + panel * bytes_of_panel<Format>(product.in_features);
+  float* sums = pool::scratch(PANELS * (kRowsAtOnce + kTile) * kColumns);
+  float* tile = sums + PANELS * kRowsAtOnce * kColumns;
+  const std::int64_t sums_stride = rows * kColumns;
+  __builtin_memset(sums, 0, sizeof(float) * PANELS * sums_stride);
+  constexpr bool kExpands = bytes_of_group<Format>() != bytes_of_group<Float32>();
+  const std::int64_t panel_stride = bytes_of_panel<Format>(product.in_features);
+  const std::int64_t stride = kExpands ? kTile * kColumns * sizeof(float) : panel_stride;
+  const char* weights = product.packed + panel * panel_stride;
   const int parts = (rows + kMostRows - 1) / kMostRows;
   for (std::int64_t i = 0; i < product.in_features; i += kTile) {
     const std::int64_t rest = product.in_features - i;
     const int in_features = rest < kTile ? static_cast<int>(rest) : kTile;
     const char* floats = weights + bytes_before<Format>(i);
-    if (bytes_of_group<Format>() != bytes_of_group<Float32>()) {
-      expand<Format>(floats, in_features, tile);
+    if (kExpands) {
+      for (int p = 0; p < PANELS; ++p) {
+        expand<Format>(floats + p * panel_stride, in_features, tile + p * kTile * kColumns);
+      }
       floats = reinterpret_cast<const char*>(tile);
     }
     for (int part = 0; part < parts; ++part) {  // of equal sizes, or smaller by one
       const int begin = rows * part / parts, end = rows * (part + 1) / parts;
       const float* x = product.x + (first_row + begin) * product.in_features + i;
-      multiply_rows<Float32, true>(end - begin, floats, 0, x, product.in_features, in_features,
-                                   sums + begin * kColumns, 0);
+      multiply_rows<Float32, PANELS>(end - begin, floats, stride, x, product.in_features,
+                                     in_features, sums + begin * kColumns, sums_stride);
     }
   }
-  write_sums(product, panel, first_row, rows, sums);
+  for (int p = 0; p < PANELS; ++p) {
+    write_sums(product, panel + p, first_row, rows, sums + p * sums_stride);
+  }
 }
 
 template <class Format>
@@ -295,8 +184,14 @@ void multiply_all(const Product& product) {
     return;
   }
   const std::int64_t blocks = (product.rows + kRowsAtOnce - 1) / kRowsAtOnce;
-  pool::run(blocks * panels, [&](std::int64_t unit) {
-    multiply_many<Format>(product, unit / panels * kRowsAtOnce, unit % panels);
+  const std::int64_t tiles = (panels + kTilePanels - 1) / kTilePanels;
+  pool::run(blocks * tiles, [&](std::int64_t unit) {
+    const std::int64_t first_row = unit / tiles * kRowsAtOnce, panel = unit % tiles * kTilePanels;
+    if (panels - panel >= kTilePanels) {
+      multiply_tiles<Format, kTilePanels>(product, first_row, panel);
+    } else {
+      multiply_tiles<Format, 1>(product, first_row, panel);
+    }
   });
 }
 
