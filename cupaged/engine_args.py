@@ -114,8 +114,8 @@ class EngineArgs:
             "auto", native where they were built.
         cpu_weight_dtype: how the native kernels keep weights in memory: "float32"; "bfloat16" or
             "q8" (8 bits and a scale for each 32), rounded; "file", as the checkpoint has them
-            (BF16, Q8_0, Q4_0, Q4_1), with float32's results but for roundings; "auto", likewise, and
-            float32 for all other types.
+            (BF16, Q8_0, Q4_0, Q4_1), with float32's results but for roundings; "auto", likewise,
+            and float32 for all other types.
         generation_config: where parameters come from that a request does not set: "auto", the
             model's generation_config.json; "vllm", the defaults of `SamplingParams`.
         trace: file that every step is recorded in, with all prompts and answers; None for none.

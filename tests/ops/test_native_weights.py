@@ -128,7 +128,7 @@ def test_a_row_of_kept_weights_does_not_depend_on_its_company(
 
 @pytest.mark.parametrize("stored", QUANTISED)
 def test_rows_of_every_size(stored: str) -> None:
-    """Each as exact as it can be for itself, be its neighbours tiny, huge, zero or no numbers."""
+    """Each as exact as its own blocks allow, be its neighbours tiny, huge, zero or no numbers."""
     blocks = blocks_of(stored, 19, 3)
     weight = NativeOps("file").pack_weight(blocks)
     x = normal(5, 24, 96)
@@ -146,8 +146,9 @@ def test_rows_of_every_size(stored: str) -> None:
     good = np.isfinite(x).all(axis=1)
     assert not np.isfinite(result[~good]).any()
     exact = reference.linear(x[good], decoded(stored, blocks), None)
-    magnitude = reference.linear(np.abs(x[good]), np.abs(decoded(stored, blocks)), None)
-    assert (np.abs(result[good] - exact) <= 1e-6 * magnitude + 1e-37).all()
+    largest = np.abs(x[good]).reshape(-1, 3, 32).max(axis=2).repeat(32, axis=1)
+    allowed = 3e-7 * reference.linear(largest, np.abs(decoded(stored, blocks)), None)
+    assert (np.abs(result[good] - exact) <= allowed + 2e-37).all()
 
 
 @pytest.mark.parametrize("in_features", [1, 31, 33, 257, 600])

@@ -1,8 +1,8 @@
 // Products with quantised weights in integers, which are exact whatever computes them.
 //
 // In a group of 32 in_features, the weights of a column are integers times a scale (plus an offset),
-// and a row of x becomes integers of 22 bits and a sign times a power of two: rounded to about what a
-// float32 of the size of the largest has, or to 2^-127 if that is more. Sums of integers times parts
+// and a row of x becomes integers of 22 bits and a sign times a power of two: rounded to 2^-22 of the
+// largest of them, or to 2^-127 if that is more. Sums of integers times parts
 // of integers are exact in 32 bits, floats are made of them group by group, in order: a result
 // depends on its own row of x alone, whatever has made the sums.
 #pragma once
