@@ -34,7 +34,7 @@ _ERROR_LINE = re.compile(
 _LANGUAGE = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-U_FORTIFY_SOURCE")
 _KERNEL = (
     "-fno-strict-aliasing", "-fwrapv", "-fno-finite-loops", "-fno-math-errno",
-    "-fno-omit-frame-pointer", "-g", "-w",
+    "-fno-omit-frame-pointer", "-w",
 )  # fmt: skip
 _CHECKS = (
     "-fsanitize=thread,alignment,bounds,shift-exponent,integer-divide-by-zero",
@@ -167,13 +167,14 @@ def kernel_flags(compiler: Compiler, *, checked: bool, opt_level: int) -> tuple[
     """Everything that decides what a kernel file becomes, but its defines."""
     own = _OWN_KERNEL[compiler.kind]
     checks = (*_CHECKS, *_OWN_CHECKS[compiler.kind]) if checked else ()
-    return (*_LANGUAGE, *_KERNEL, *own, f"-O{opt_level}", *machine_flags(), *checks)
+    symbols = "-g1" if opt_level else "-g"  # lines for findings, or all that a debugger shows
+    return (*_LANGUAGE, *_KERNEL, symbols, *own, f"-O{opt_level}", *machine_flags(), *checks)
 
 
 def native_flags(*, portable_switch: bool) -> tuple[str, ...]:
     """Those of the runtime, which is never instrumented."""
     portable = ("-DEMULATOR_PORTABLE_SWITCH=1",) if portable_switch else ()
-    return (*_LANGUAGE, "-O2", "-g", *portable)
+    return (*_LANGUAGE, "-O2", "-g1", *portable)
 
 
 def run_compiler(compiler: Compiler, arguments: Sequence[str], what: str) -> str:
