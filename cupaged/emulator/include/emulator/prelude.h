@@ -2,10 +2,13 @@
 #pragma once
 
 #include <cassert>
-#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <type_traits>
+
+// Without the special functions of C++17, half of what would be compiled before every kernel.
+#undef _GLIBCXX_USE_STD_SPEC_FUNCS
+#include <cmath>
 
 #ifdef EMULATOR_CHECKED
 // Calls that compilers make of structure copies go through the checks too.
