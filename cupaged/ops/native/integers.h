@@ -103,14 +103,14 @@ void split(const Product& product, std::int64_t tile, Parts* groups) {
       const std::uint32_t largest = _mm512_reduce_max_epu32((__m512i)magnitude);
       // Its exponent, such that |x| < 2^(exponent - 126), makes integers of up to 2^22.
       const std::uint32_t exponent = largest >> 23, kept = exponent < 22 ? 22 : exponent;
-      const Floats up = (Floats)(Bits{} + (275 - kept << 23));
+      const Floats up = (Floats)(Bits{} + ((275 - kept) << 23));
       Ints totals = {};
       for (int half = 0; half < 2; ++half) {
         const Ints integers = (Ints)(x[half] * up + 0x1.8p23f) - 0x4b400000;  // rounded
         totals += integers;
         out->keep(row, half * kLanes, integers, order);
       }
-      const float scale = ((Floats)(Bits{} + (kept - 21 << 23)))[0];
+      const float scale = ((Floats)(Bits{} + ((kept - 21) << 23)))[0];
       // Infinities and NaN have no such integers: all that they meet is NaN.
       out->scales[row] = exponent == 255 ? __builtin_nanf("") : scale;
       const auto total = static_cast<float>(_mm512_reduce_add_epi32((__m512i)totals));

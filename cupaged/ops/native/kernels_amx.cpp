@@ -3,15 +3,18 @@
 #include "kernels.h"
 
 #if HAS_AMX
+#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 namespace {
 // These run on every processor, so that they come before what does not.
 bool is_supported() {
+  constexpr unsigned kTilesOfIntegers = 3u << 24;             // AMX-TILE and AMX-INT8
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of Linux, for this process
-  return kernels_of_vnni.is_supported() && __builtin_cpu_supports("amx-tile") &&
-         __builtin_cpu_supports("amx-int8") &&
+  unsigned eax, ebx, ecx, edx = 0;
+  return kernels_of_vnni.is_supported() && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) &&
+         (edx & kTilesOfIntegers) == kTilesOfIntegers &&
          syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
