@@ -16,19 +16,19 @@ WEIGHTS = ("float32", "file")
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """An engine with one kind of weights, and one way of batching where it has several.
+    """An engine with one kind of weights, and one way of computing where it has several.
 
     engine: the name of its environment and of its runner. weights: one of `WEIGHTS`.
     """
 
     engine: str
     weights: str
-    batching: str = ""
+    way: str = ""
 
     @property
     def variant(self) -> str:
         """What tells it from the same engine's others: "float32", "float32 static"."""
-        return f"{self.weights} {self.batching}".strip()
+        return f"{self.weights} {self.way}".strip()
 
     @property
     def name(self) -> str:
@@ -41,6 +41,7 @@ CONTESTANTS = (
     Contestant(OURS, "file"),
     Contestant("llama_cpp", "float32"),
     Contestant("llama_cpp", "file"),
+    Contestant("llama_cpp", "file", "plain"),
     Contestant("vllm", "float32"),
     Contestant("transformers", "float32", "static"),
     Contestant("transformers", "float32", "continuous"),

@@ -4,6 +4,10 @@ Every step decodes the running sequences and, in the same batch, as many waiting
 free sequence and fit `n_batch`; the library cuts that into micro-batches. This is what its own
 server does. The server of llama-cpp-python is not measured: it takes one request at a time.
 The cache has llama.cpp's default type, F16, whatever the weights are.
+
+Weights are laid out anew for the processor's units, which is its default, or, as the way "plain", stay
+as the file has them: on processors with AMX version 0.3.36 ends by a segmentation fault with Q4_1
+weights that were laid out for it.
 """
 
 from __future__ import annotations
@@ -46,9 +50,9 @@ class LlamaCpp:
         self._log = llama_cpp.llama_log_callback(lambda level, text, user_data: None)
         llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
-        model = llama_cpp.llama_model_load_from_file(
-            options.model.encode(), llama_cpp.llama_model_default_params()
-        )
+        how = llama_cpp.llama_model_default_params()
+        how.use_extra_bufts = options.way == ""
+        model = llama_cpp.llama_model_load_from_file(options.model.encode(), how)
         if model is None:
             raise RuntimeError(f"llama.cpp cannot load {options.model}")
         params = llama_cpp.llama_context_default_params()

@@ -91,7 +91,7 @@ def load(
     loaded = runner.load(
         Options(
             model=entry.model, weights=entry.contestant.weights,
-            batching=entry.contestant.batching, max_num_seqs=concurrent,
+            way=entry.contestant.way, max_num_seqs=concurrent,
             max_model_len=most_tokens(requests), threads=len(os.sched_getaffinity(0)),
         )
     )  # fmt: skip

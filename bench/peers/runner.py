@@ -2,7 +2,7 @@
 
 A line of JSON on standard input is a question, a line on standard output its answer:
 
-    {"ask": "load", "model": ..., "weights": ..., "batching": ..., "max_num_seqs": ...,
+    {"ask": "load", "model": ..., "weights": ..., "way": ..., "max_num_seqs": ...,
      "max_model_len": ..., "threads": ...}      -> {"import_s", "load_s", "versions"}
     {"ask": "generate", "requests": [[ids, n]]} -> {"wall_s", "token_ids"}: all requests at once
     {"ask": "stream", "requests": [[ids, n]]}   -> {"token_s", "token_ids"}: one request alone, and
@@ -30,14 +30,14 @@ Requests = list[tuple[list[int], int]]  # prompt ids, and how many tokens to app
 class Options:
     """How an engine is loaded.
 
-    model: file or folder. weights: "float32", or "file" for the
-    numbers as the file has them. batching: a name that the runner knows, "" for its only way.
-    max_num_seqs: sequences that run at once. max_model_len: most tokens of one.
+    model: file or folder. weights: "float32", or "file" for the numbers as the file has them.
+    way: of computing, a name that the runner knows, "" for its usual one. max_num_seqs: sequences
+    that run at once. max_model_len: most tokens of one.
     """
 
     model: str
     weights: str
-    batching: str
+    way: str
     max_num_seqs: int
     max_model_len: int
     threads: int

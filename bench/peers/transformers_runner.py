@@ -72,7 +72,7 @@ class Transformers:
 
     def generate(self, requests: Requests) -> list[list[int]]:
         """All at once, in the way that was asked for."""
-        if self._options.batching == "continuous":
+        if self._options.way == "continuous":
             return self._continuous(requests)
         size = self._options.max_num_seqs
         groups = [requests[i : i + size] for i in range(0, len(requests), size)]

@@ -294,6 +294,7 @@ def test_an_engine_that_is_not_installed(
     assert capsys.readouterr().out.splitlines() == [
         "llama_cpp float32: not installed (python bench/peers/install.py llama_cpp)",
         "llama_cpp file: not installed (python bench/peers/install.py llama_cpp)",
+        "llama_cpp file plain: not installed (python bench/peers/install.py llama_cpp)",
         "vllm float32: not installed (python bench/peers/install.py vllm)",
     ]
     with pytest.raises(SystemExit, match="nothing was measured: no engine is installed"):
