@@ -5,9 +5,9 @@ free sequence and fit `n_batch`; the library cuts that into micro-batches. This 
 server does. The server of llama-cpp-python is not measured: it takes one request at a time.
 The cache has llama.cpp's default type, F16, whatever the weights are.
 
-Weights are laid out anew for the processor's units, which is its default, or, as the way "plain", stay
-as the file has them: on processors with AMX version 0.3.36 ends by a segmentation fault with Q4_1
-weights that were laid out for it.
+Weights are laid out anew for the processor's units, which is its default, or stay as the file has
+them, as the way "plain": on processors with AMX version 0.3.36 ends by a segmentation fault with
+Q4_1 weights that were laid out for it.
 """
 
 from __future__ import annotations
