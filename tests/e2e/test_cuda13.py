@@ -70,8 +70,13 @@ class Environment:
 def cuda13(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """With what the extra `cuda13-jit` installs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    needed = ("numpy", "msgspec", "ml_dtypes", "pytest")
-    wanted = [*project["optional-dependencies"]["cuda13-jit"], *needed]
+    wanted = [
+        *project["optional-dependencies"]["cuda13-jit"],
+        "numpy",
+        "ml_dtypes",
+        "msgspec",
+        "pytest",
+    ]
     environment = Environment(tmp_path_factory.mktemp("cuda13"))
     pip = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--retries", "1")
     installed = environment.run(*pip, *wanted)

@@ -1,8 +1,8 @@
 """Mutants of our kernels die: a check of the emulator stops them, or a reference case sees them.
 
 Some named ones run always. `pytest -m slow` runs a third of those of the first kernels, and of a
-fixed sample of the attention, the products, sampling and the PTX wrappers; `pytest -m long` the other
-thirds, and all of the files in COMPLETE.
+fixed sample of the attention, the products, sampling and the PTX wrappers; `pytest -m long` the
+other thirds, and all of the files in COMPLETE.
 Survivors are allowed only if EXPLAINED or mutant_explained.py say why no test can tell them from
 the original; an entry that no longer applies fails.
 """
