@@ -9,6 +9,7 @@ of the same element size, or an array of numbers, which the kernel reads as pack
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,7 @@ def _name(scalar: Scalar, size: int) -> str:
     return "bytes" if scalar is Scalar.OPAQUE else scalar.name.lower()
 
 
+@functools.cache
 def _scalar_of(dtype: np.dtype[Any]) -> Scalar:
     if dtype.name == "bfloat16":
         return Scalar.BFLOAT16
