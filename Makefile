@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# A process a core; tests of a file stay together, because they share what they compile.
-PARALLEL := -n auto --dist loadfile
+# A process a core; tests of a file stay together, because they share what they compile. Files start
+# in the order of their names: those that take longest are not among the last.
+PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 # What the kernels of the cpu device are compiled from; installing does it.
