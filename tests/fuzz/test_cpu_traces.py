@@ -23,15 +23,16 @@ def test_traces(device: str) -> None:
     check_seeds(device, range(QUICK_TRACES))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "stop"),
-    [*(("numpy", n) for n in range(100, 501, 100)), *(("native", n) for n in range(40, 201, 40))],
+    [
+        pytest.param(device, stop, marks=pytest.mark.slow if stop <= 200 else pytest.mark.long)
+        for device, most in (("numpy", 500), ("native", 200))
+        for stop in range(2 * QUICK_TRACES, most + 1, QUICK_TRACES)
+    ],
 )
 def test_more_traces(device: str, stop: int) -> None:
-    """Up to 500 by NumPy and 200 by the native kernels."""
-    size = 100 if device == "numpy" else 40
-    check_seeds(device, range(max(stop - size, QUICK_TRACES), stop))
+    check_seeds(device, range(stop - QUICK_TRACES, stop))
 
 
 def test_a_small_error_in_steps_of_several_tokens_shows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ SOME = [
     for first in range(0, TRACES, CHUNK)
 ]
 MORE = [
-    pytest.param(first, marks=pytest.mark.slow if first < 3 * TRACES else pytest.mark.long)
+    pytest.param(first, marks=pytest.mark.slow if first < 2 * TRACES else pytest.mark.long)
     for first in range(TRACES, 10 * TRACES, TRACES)
 ]
 

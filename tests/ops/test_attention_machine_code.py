@@ -9,12 +9,11 @@ import pytest
 
 from cupaged.ops.attention_plan import choose_variant
 from cupaged.runtime.kernels import (
-    ARCHITECTURES,
     CompiledKernels,
     compile_kernel,
 )
 from cupaged.runtime.machine_code import LIMITS, instruction_counts, occupancy
-from tests.gpu_tools import needs_machine_code
+from tests.gpu_tools import SLOW_AND_LONG_ARCHITECTURES, needs_machine_code
 
 ITEMSIZE = {"f32": 4, "f16": 2, "bf16": 2}
 THREADS = 128
@@ -77,16 +76,14 @@ def test_float32_uses_no_matrix_products() -> None:
     assert counts.matrix == counts.ldmatrix == 0 and counts.async_copies > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", SLOW_AND_LONG_ARCHITECTURES)
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 def test_nothing_spills(dtype: str, arch: str) -> None:
     for head_dim in (64, 80, 96, 128, 256):
         compiled(head_dim, dtype, arch)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", SLOW_AND_LONG_ARCHITECTURES)
 def test_no_option_spills(arch: str) -> None:
     options = [(), ("WINDOW",), ("WINDOW", "SOFTCAP"), ("WINDOW", "SINKS")]
     for head_dim, flags in product((64, 128, 256), options):

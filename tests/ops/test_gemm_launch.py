@@ -11,9 +11,9 @@ from cupaged.ops.cuda_gemm import CudaGemm
 from cupaged.ops.gemm_plan import choose_launch, chunk_columns, workspace_bytes
 from cupaged.ops.launch_checks import OperandError
 from cupaged.runtime.host_runtime import HostRuntime
-from cupaged.runtime.kernels import ARCHITECTURES, compile_kernel
+from cupaged.runtime.kernels import compile_kernel
 from cupaged.runtime.machine_code import LIMITS, instruction_counts, occupancy
-from tests.gpu_tools import needs_machine_code
+from tests.gpu_tools import SLOW_AND_LONG_ARCHITECTURES, needs_machine_code
 from tests.ops.kernel_arrays import normal
 from tests.ops.writing_runtime import WritingRuntime
 
@@ -239,8 +239,7 @@ def test_machine_code(file: str) -> None:
 
 
 @needs_machine_code
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", SLOW_AND_LONG_ARCHITECTURES)
 @pytest.mark.parametrize("bias", [0, 1])
 @pytest.mark.parametrize(
     ("dtype", "out_dtype"),
