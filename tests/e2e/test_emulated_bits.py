@@ -56,7 +56,7 @@ def load(folder: Path, dtype: str) -> LoadedModel:
     return LoadedModel(folder, fast_ops(dtype))
 
 
-@pytest.fixture(params=DTYPES)
+@pytest.fixture(params=["float32", pytest.param("float16", marks=pytest.mark.slow), "bfloat16"])
 def model(request: pytest.FixtureRequest, folder: Path) -> LoadedModel:
     """The tiny model on the emulated device."""
     return load(folder, request.param)

@@ -99,6 +99,7 @@ def test_every_package_is_listed() -> None:
     assert listed == found | {"cupaged.cuda", "cupaged.models"}
 
 
+@pytest.mark.slow
 def test_wheel_generates_from_another_folder(wheel: Path, tmp_path: Path) -> None:
     environment = tmp_path / "environment"
     venv.create(environment)

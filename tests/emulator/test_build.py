@@ -179,7 +179,7 @@ def test_a_damaged_library_is_made_again(
     assert which == "value-*.json" or file.read_bytes() == whole
 
 
-@pytest.mark.parametrize("damage", [cut, empty])
+@pytest.mark.parametrize("damage", [cut, pytest.param(empty, marks=pytest.mark.slow)])
 def test_a_damaged_runtime_is_made_again(
     cache: Path, compiled: list[str], tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:

@@ -138,6 +138,7 @@ def test_utilisation_is_the_papers() -> None:
     assert figures == pytest.approx(RESULTS["utilisation"], abs=0.5)
 
 
+@pytest.mark.slow
 def test_hits_in_an_unbounded_pool_are_the_traces() -> None:
     assert hit_rate(prefix_blocks(), memory.UNBOUNDED, "hash") == pytest.approx(36.6, abs=0.5)
 
