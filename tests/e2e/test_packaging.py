@@ -40,22 +40,25 @@ def run(*command: str | Path, cwd: Path, more: dict[str, str] | None = None) -> 
     return run_all(*command, cwd=cwd, more=more).stdout
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from an sdist, as an installer would."""
-    out = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--outdir", out, ROOT, cwd=out)
+NO_COMPILER = {"CC": "false", "CXX": "false"}
+
+
+def build_wheel(out: Path, more: dict[str, str] | None = None) -> Path:
+    """From an sdist, as an installer does."""
+    run(sys.executable, "-m", "build", "--outdir", out, ROOT, cwd=out, more=more)
     (path,) = out.glob("*.whl")
     return path
 
 
-def test_wheel_is_whole(wheel: Path) -> None:
-    """The kernels in it are for any Python from 3.11 on."""
-    assert wheel.name.startswith(f"cupaged-{__version__}-cp311-abi3-linux_")
-    names = set(zipfile.ZipFile(wheel).namelist())
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("dist"))
+
+
+def check_names(names: set[str]) -> None:
+    """What is in a wheel, but for the kernels of the cpu device."""
     assert {"cupaged/py.typed", "cupaged/models/llama.py", "cupaged/cuda/README.md"} <= names
     assert {
-        "cupaged/ops/_native.abi3.so",
         "cupaged/v1/model_pb2.py", "cupaged/v1/model_pb2.pyi", "cupaged/v1/model_pb2_grpc.pyi",
         "cupaged/server/compat/kserve.proto", "cupaged/server/compat/kserve.binpb",
         "cupaged/server/proto/cupaged/v1/model.proto", "cupaged/server/proto/cupaged_v1.binpb",
@@ -64,6 +67,21 @@ def test_wheel_is_whole(wheel: Path) -> None:
     assert all(name.startswith(("cupaged/", f"cupaged-{__version__}.dist-info/")) for name in names)
     assert not any(name.startswith("cupaged/ops/native/") for name in names)
     assert not any(name.startswith("cupaged/cuda/") and name.endswith(".py") for name in names)
+
+
+@pytest.mark.slow
+def test_wheel_is_whole(wheel: Path) -> None:
+    """The kernels in it are for any Python from 3.11 on."""
+    assert wheel.name.startswith(f"cupaged-{__version__}-cp311-abi3-linux_")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert "cupaged/ops/_native.abi3.so" in names
+    check_names(names)
+
+
+def test_wheel_without_a_compiler_has_all_the_rest(tmp_path: Path) -> None:
+    names = set(zipfile.ZipFile(build_wheel(tmp_path, NO_COMPILER)).namelist())
+    assert not any(name.endswith(".so") for name in names)
+    check_names(names)
 
 
 @pytest.mark.slow
@@ -78,8 +96,7 @@ def test_without_a_compiler_there_is_a_wheel_that_computes_with_numpy(tmp_path: 
     environment = tmp_path / "environment"
     venv.create(environment, with_pip=True)
     python = environment / "bin" / "python"
-    broken = {"CC": "false", "CXX": "false"}
-    run(python, "-m", "pip", "install", "--quiet", checkout, cwd=tmp_path, more=broken)
+    run(python, "-m", "pip", "install", "--quiet", checkout, cwd=tmp_path, more=NO_COMPILER)
     model = write_hf_folder(tmp_path / "model", TINY)
     arguments = ("generate", model, "-p", "the cat", "--max-tokens", "8", "--ignore-eos")
     done = run_all(environment / "bin" / "cupaged", *arguments, cwd=tmp_path)
