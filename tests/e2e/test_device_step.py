@@ -166,7 +166,7 @@ def test_a_step_that_failed_leaves_the_next_ones_right(folder: Path) -> None:
 # ---- warm-up -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_after_the_warm_up_no_step_takes_memory_or_loads_a_kernel(
     dtype: str, tmp_path: Path
 ) -> None:

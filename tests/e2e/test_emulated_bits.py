@@ -24,6 +24,7 @@ from tests.recorded import Asked, Record, Run, check_same, record
 from tests.tiny_models import TINIER, TinyLlama, write_hf_folder
 
 DTYPES = ("float32", "float16", "bfloat16")
+SOME_DTYPES = ("float32", pytest.param("float16", marks=pytest.mark.slow), "bfloat16")
 # 2.0 M parameters; the products have 1, 3 and 4 chunks, two KV heads have two query heads each.
 SMALL = TinyLlama(
     name="small",
@@ -56,7 +57,7 @@ def load(folder: Path, dtype: str) -> LoadedModel:
     return LoadedModel(folder, fast_ops(dtype))
 
 
-@pytest.fixture(params=["float32", pytest.param("float16", marks=pytest.mark.slow), "bfloat16"])
+@pytest.fixture(params=SOME_DTYPES)
 def model(request: pytest.FixtureRequest, folder: Path) -> LoadedModel:
     """The tiny model on the emulated device."""
     return load(folder, request.param)
@@ -215,7 +216,7 @@ def test_past_the_first_split(dtype: str, folder: Path) -> None:
 # ---- other devices -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 def test_the_device_decides_no_bit(dtype: str, folder: Path) -> None:
     """Neither the order of blocks and threads, nor how many there are at the same time."""
     asked = [*(ask(i, 3 + 52 * i % 100, 2) for i in range(4)), ask(4, 262, 2)]

@@ -33,7 +33,8 @@ def golden() -> Any:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param("numpy", marks=pytest.mark.slow), "float32", "file"]
+    scope="module",
+    params=[*(pytest.param(k, marks=pytest.mark.slow) for k in ("numpy", "float32")), "file"],
 )
 def kernels(request: pytest.FixtureRequest) -> str:
     """NumPy, or the native kernels with weights so."""

@@ -228,7 +228,13 @@ def test_variants_compile_without_spills(file: str, defines: dict[str, Any]) -> 
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param(arch, marks=[pytest.mark.slow] * (arch != USUAL_ARCHITECTURE))
+        for arch in ARCHITECTURES
+    ],
+)
 @pytest.mark.parametrize(("file", "defines"), CHECKED)
 def test_checks_of_the_kv_pool_compile_for_all(
     file: str, defines: dict[str, str | int], arch: str

@@ -129,6 +129,7 @@ def check_parallel_saving(figures: dict[str, dict[str, float]]) -> None:
         assert 16 <= figures["sharegpt"][num_samples] <= 30
 
 
+@pytest.mark.slow
 def test_utilisation_is_the_papers() -> None:
     means = memory.utilisation()
     figures = {system: mean.token for system, mean in means.items()}
