@@ -13,6 +13,11 @@ constexpr int kTileRows = 16;             // of x
 constexpr std::int64_t kSplitRows = 256;  // of x, that are integers at a time
 constexpr int kQuads = kGroup / 4;        // in_features that integer units take at a time
 
+// Rounded once, whatever a compiler makes of other expressions: VNNI and AMX shall agree.
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+
 // A group of 16 rows of x: integers in parts, the lowest first, and what they are multiplied with.
 // The order of in_features is the one of the format of the weights.
 template <int PARTS, int BYTES>
@@ -25,29 +30,37 @@ struct Rows {
 
 // Digits of 8 bits with signs.
 struct Bytes : Rows<3, kGroup> {
+  std::int32_t zeros[kParts][kTileRows];  // what weights of 0 add to the sums
   std::int32_t quad(int part, int row, int quad) const {
     std::int32_t value;
     __builtin_memcpy(&value, parts[part][row] + 4 * quad, 4);
     return value;
   }
+  template <class Format>
   void keep(int row, int at, Ints integers, __m128i order) {
     for (int part = 0; part < kParts; ++part) {
       const Ints low = integers << 24 >> 24;
       integers = (integers - low) >> 8;
+      if constexpr (Format::kZero > 0) {
+        const std::int32_t before = at > 0 ? zeros[part][row] : 0;
+        zeros[part][row] = before + Format::kZero * _mm512_reduce_add_epi32((__m512i)low);
+      }
       store(parts[part][row] + at, _mm_shuffle_epi8(_mm512_cvtepi32_epi8((__m512i)low), order));
     }
   }
   // Of the sums of weights times parts; exact but for its last rounding if they are small enough.
   static Floats combine(const Ints (&sums)[kParts]) {
     const Floats rest = __builtin_convertvector((sums[1] << 8) + sums[0], Floats);
-    return __builtin_convertvector(sums[2], Floats) * 65536.0f + rest;
+    return multiply_add(__builtin_convertvector(sums[2], Floats), all(65536.0f), rest);
   }
 };
 
 // The weights of a group as unsigned bytes, in the order of `kOrder`: of each quad, four of column
-// 0, four of column 1 and so on. A weight is its byte times `scale` plus `offset`.
+// 0, four of column 1 and so on. A weight is `scale` times what its byte has more than kZero, plus
+// `offset`. `add` adds a group to the sum of a row.
 struct Int4Bytes {
   using Stored = Int4;
+  static constexpr int kZero = 0;
   static constexpr int kOrder[8] = {0, 2, 4, 6, 1, 3, 5, 7};
 
   static void expand(const char* group, Bits (&quads)[kQuads]) {
@@ -61,10 +74,17 @@ struct Int4Bytes {
   static Floats offset(const char* group) {
     return floats_of_halves(load<Shorts>(group + 2 * kColumns));
   }
+  template <class Parts>
+  static Floats add(Floats sum, const Ints (&sums)[Parts::kParts], Floats scale, Floats offset,
+                    const Parts& x, int row) {
+    const Floats product = Parts::combine(sums) * x.scales[row];
+    return multiply_add(offset, all(x.sums[row]), multiply_add(scale, product, sum));
+  }
 };
 
 struct Int8Bytes {
   using Stored = Int8;
+  static constexpr int kZero = 128;
   static constexpr int kOrder[8] = {0, 1, 2, 3, 4, 5, 6, 7};
 
   static void expand(const char* group, Bits (&quads)[kQuads]) {
@@ -79,7 +99,13 @@ struct Int8Bytes {
     }
   }
   static Floats scale(const char* group) { return floats_of_halves(load<Shorts>(group)); }
-  static Floats offset(const char* group) { return -128.0f * scale(group); }
+  static Floats offset(const char*) { return Floats{}; }
+  static Floats add(Floats sum, const Ints (&sums)[Bytes::kParts], Floats scale, Floats,
+                    const Bytes& x, int row) {
+    Ints exact[Bytes::kParts];
+    for (int part = 0; part < Bytes::kParts; ++part) exact[part] = sums[part] - x.zeros[part][row];
+    return multiply_add(scale, Bytes::combine(exact) * x.scales[row], sum);
+  }
 };
 
 // A tile of 16 rows of x: its groups.
@@ -106,9 +132,10 @@ void split(const Product& product, std::int64_t tile, Parts* groups) {
       const Floats up = (Floats)(Bits{} + ((275 - kept) << 23));
       Ints totals = {};
       for (int half = 0; half < 2; ++half) {
-        const Ints integers = (Ints)(x[half] * up + 0x1.8p23f) - 0x4b400000;  // rounded
+        Ints integers = (Ints)(x[half] * up + 0x1.8p23f) - 0x4b400000;  // rounded
+        if (exponent == 255) integers = Ints{};
         totals += integers;
-        out->keep(row, half * kLanes, integers, order);
+        out->template keep<Format>(row, half * kLanes, integers, order);
       }
       const float scale = ((Floats)(Bits{} + ((kept - 21) << 23)))[0];
       // Infinities and NaN have no such integers: all that they meet is NaN.

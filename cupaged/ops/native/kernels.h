@@ -80,7 +80,8 @@ extern const Kernels kernels_of_vnni;
 #endif
 
 // Compilers that know AMX, and a system that must be asked for it.
-#if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#if defined(__x86_64__) && defined(__linux__) && \
+    (defined(__clang__) ? __clang_major__ >= 11 : __GNUC__ >= 11)
 #define HAS_AMX 1
 extern const Kernels kernels_of_amx;
 #else

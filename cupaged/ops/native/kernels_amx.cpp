@@ -55,6 +55,7 @@ constexpr int kResult = kTileRows * kColumns;  // sums of a tile, for one digit 
 // Weights of 4 bits leave room for another 4 in a byte: 16 times the weights, and the weights
 // themselves, meet the higher and the lower bits of integers of 12.
 struct HalfIntegers : Rows<2, 2 * kGroup> {
+  template <class Format>
   void keep(int row, int at, Ints integers, __m128i order) {
     for (int part = 0; part < kParts; ++part) {
       const Ints low = integers & 15, high = (integers >> 4) << 24 >> 24;
@@ -66,8 +67,8 @@ struct HalfIntegers : Rows<2, 2 * kGroup> {
   }
   // Exact but for its last rounding, as `Bytes` is for weights of 4 bits.
   static Floats combine(const Ints (&sums)[kParts]) {
-    return __builtin_convertvector(sums[1], Floats) * 4096.0f +
-           __builtin_convertvector(sums[0], Floats);
+    return multiply_add(__builtin_convertvector(sums[1], Floats), all(4096.0f),
+                        __builtin_convertvector(sums[0], Floats));
   }
 };
 
@@ -106,7 +107,8 @@ void configure(int rows, int bytes) {
   for (int tile = 0; tile < 6; ++tile) config.rows[tile] = static_cast<std::uint8_t>(rows);
   config.bytes_of_row[4] = config.bytes_of_row[5] = static_cast<std::uint16_t>(bytes);
   config.rows[6] = config.rows[7] = static_cast<std::uint8_t>(bytes / 4);
-  _tile_loadconfig(&config);
+  // As the compilers' own function, of which GCC before 12.4 takes the first bytes alone as read.
+  __asm__ volatile("ldtilecfg %0" ::"m"(config));
 }
 
 // results[part][panel] = the parts of a tile of x times two panels of weights, over a group.
@@ -184,9 +186,8 @@ void multiply_panels(const Product& product, const typename Format::Parts* x, st
         for (int part = 0; part < Parts::kParts; ++part) {
           products[part] = load<Ints>(low + 2 * part * kResult + r * kColumns);
         }
-        const Floats product = Parts::combine(products) * parts.scales[r];
         const Floats before = load(sum + r * kColumns);
-        store(sum + r * kColumns, before + scale * product + offset * parts.sums[r]);
+        store(sum + r * kColumns, Format::add(before, products, scale, offset, parts, r));
       }
     }
   };
@@ -194,6 +195,7 @@ void multiply_panels(const Product& product, const typename Format::Parts* x, st
   expand(0);
   std::int64_t step = 0;
   for (std::int64_t g = 0; g < groups; ++g) {
+    __asm__ volatile("" ::: "memory");  // GCC does not see that tiles are read from there
     _tile_loadd(6, weights[g % kRing * 2].rows, 4 * kColumns);
     _tile_loadd(7, weights[g % kRing * 2 + 1].rows, 4 * kColumns);
     if (g + 1 < groups) expand(g + 1);

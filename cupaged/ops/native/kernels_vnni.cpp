@@ -66,8 +66,7 @@ void multiply(const char* panel, std::int64_t stride, const Bytes* x, std::int64
       const Floats scale = Format::scale(panel + p * stride);
       const Floats offset = Format::offset(panel + p * stride);
       for (int r = 0; r < ROWS; ++r) {
-        const Floats product = Bytes::combine(products[r][p]) * x->scales[first + r];
-        sum[r][p] = sum[r][p] + scale * product + offset * x->sums[first + r];
+        sum[r][p] = Format::add(sum[r][p], products[r][p], scale, offset, *x, first + r);
       }
     }
     panel += bytes_of_group<typename Format::Stored>();
