@@ -26,7 +26,7 @@ def test_traces(device: str) -> None:
 @pytest.mark.parametrize(
     ("device", "stop"),
     [
-        pytest.param(device, stop, marks=pytest.mark.slow if stop <= 200 else pytest.mark.long)
+        pytest.param(device, stop, marks=pytest.mark.slow if stop <= 100 else pytest.mark.long)
         for device, most in (("numpy", 500), ("native", 200))
         for stop in range(2 * QUICK_TRACES, most + 1, QUICK_TRACES)
     ],

@@ -15,10 +15,6 @@ SOME = [
     pytest.param(first, marks=[pytest.mark.slow] * (first >= QUICK_TRACES))
     for first in range(0, TRACES, CHUNK)
 ]
-MORE = [
-    pytest.param(first, marks=pytest.mark.slow if first < 2 * TRACES else pytest.mark.long)
-    for first in range(TRACES, 10 * TRACES, TRACES)
-]
 
 
 @pytest.mark.parametrize("first", SOME)
@@ -28,7 +24,8 @@ def test_traces(first: int) -> None:
         pytest.fail(report_of(seed), pytrace=False)
 
 
-@pytest.mark.parametrize("first", MORE)
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(TRACES, 10 * TRACES, TRACES))
 def test_more_traces(first: int) -> None:
     seed = first_failure(range(first, first + TRACES))
     if seed is not None:
