@@ -27,16 +27,18 @@ class Asker:
         self.model = self._model()
 
     def _model(self) -> str:
-        """The gateway listens before it knows of the server."""
+        """The gateway listens before it knows of the server, and of its tokenizer later still."""
         deadline = time.monotonic() + WAIT_SECONDS
         while time.monotonic() < deadline:
             try:
                 if models := self.client.models.list().data:
-                    return str(models[0].id)
+                    self.model = str(models[0].id)
+                    self.chat(max_tokens=1)
+                    return self.model
             except openai.APIError:
                 pass
             time.sleep(0.05)
-        raise SystemExit("the gateway knows no model")
+        raise SystemExit("the gateway knows no model, or not its tokenizer")
 
     def chat(self, **options: Any) -> Any:
         options = {"temperature": 0, "max_tokens": 12, "messages": self.messages, **options}
