@@ -99,7 +99,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     engines = {kind: build(kind) for kind in KINDS}
     for llm in engines.values():
-        llm.generate({"prompt_token_ids": ids(5, 64)}, params(2), use_tqdm=False)
+        llm.generate({"prompt_token_ids": ids(3000, 64)}, params(2), use_tqdm=False)
     results = {
         "model": "SmolLM2-135M-Instruct, the installed GGUF",
         "shared_tokens": SHARED_TOKENS,
