@@ -130,4 +130,16 @@ inline void write_sums(const Product& product, std::int64_t panel, std::int64_t 
   }
 }
 
+// Calls work(first, end) for parts of so many panels: long enough for the memory to run ahead, and
+// enough of them for the threads.
+template <class Work>
+void share_panels(std::int64_t panels, const Work& work) {
+  const std::int64_t share = panels / (8 * pool::num_threads()) / 4 * 4;
+  const std::int64_t size = share > 4 ? share : 4;
+  pool::run((panels + size - 1) / size, [&](std::int64_t unit) {
+    const std::int64_t end = (unit + 1) * size;
+    work(unit * size, end < panels ? end : panels);
+  });
+}
+
 }  // namespace KERNELS

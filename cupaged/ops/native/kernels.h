@@ -72,6 +72,15 @@ struct Kernels {
   void (*attend)(const Attention&);
 };
 
+// Others with products of their own. Runs on every processor.
+inline Kernels with_products(Kernels kernels, const char* name, bool (*is_supported)(),
+                             void (*multiply)(const Product&)) {
+  kernels.name = name;
+  kernels.is_supported = is_supported;
+  kernels.multiply = multiply;
+  return kernels;
+}
+
 extern const Kernels kernels_of_any;
 #if defined(__x86_64__)
 extern const Kernels kernels_of_avx2;

@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 namespace {
-// These run on every processor, so that they come before what does not.
+// Runs on every processor, so that it comes before what does not.
 bool is_supported() {
   constexpr unsigned kTilesOfIntegers = 3u << 24;             // AMX-TILE and AMX-INT8
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of Linux, for this process
@@ -17,20 +17,14 @@ bool is_supported() {
          (edx & kTilesOfIntegers) == kTilesOfIntegers &&
          syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
-
-Kernels with_products(Kernels kernels, void (*multiply)(const Product&)) {
-  kernels.name = "amx";
-  kernels.is_supported = is_supported;
-  kernels.multiply = multiply;
-  return kernels;
-}
 }  // namespace
 
 namespace amx {
 void multiply(const Product& product);
 }
 
-const Kernels kernels_of_amx = with_products(kernels_of_avx512, amx::multiply);
+const Kernels kernels_of_amx =
+    with_products(kernels_of_avx512, "amx", is_supported, amx::multiply);
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,amx-tile,amx-int8"))), apply_to = function)
@@ -75,12 +69,11 @@ struct HalfIntegers : Rows<2, 2 * kGroup> {
 struct Int4Tiles : Int4Bytes {
   using Parts = HalfIntegers;
   static void expand_tile(const char* group, Bits (&rows)[2 * kQuads]) {
-    for (int i = 0; i < kQuads / 2; ++i) {
-      const Bits words = load<Bits>(group + Stored::kBytesOfScales + i * 64);
-      rows[2 * i] = words << 4 & 0xf0f0f0f0u;
-      rows[2 * i + 1] = words & 0xf0f0f0f0u;
-      rows[kQuads + 2 * i] = words & 0x0f0f0f0fu;
-      rows[kQuads + 2 * i + 1] = words >> 4 & 0x0f0f0f0fu;
+    Bits quads[kQuads];
+    expand(group, quads);
+    for (int i = 0; i < kQuads; ++i) {
+      rows[i] = quads[i] << 4;
+      rows[kQuads + i] = quads[i];
     }
   }
 };

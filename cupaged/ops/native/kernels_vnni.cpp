@@ -4,16 +4,9 @@
 
 #if defined(__x86_64__)
 namespace {
-// These run on every processor, so that they come before what does not.
+// Runs on every processor, so that it comes before what does not.
 bool is_supported() {
   return kernels_of_avx512.is_supported() && __builtin_cpu_supports("avx512vnni");
-}
-
-Kernels with_products(Kernels kernels, void (*multiply)(const Product&)) {
-  kernels.name = "vnni";
-  kernels.is_supported = is_supported;
-  kernels.multiply = multiply;
-  return kernels;
 }
 }  // namespace
 
@@ -21,7 +14,8 @@ namespace vnni {
 void multiply(const Product& product);
 }
 
-const Kernels kernels_of_vnni = with_products(kernels_of_avx512, vnni::multiply);
+const Kernels kernels_of_vnni =
+    with_products(kernels_of_avx512, "vnni", is_supported, vnni::multiply);
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni"))), apply_to = function)
@@ -131,13 +125,10 @@ void multiply_panels(const Product& product, const Bytes* x, std::int64_t tiles,
 template <class Format>
 void multiply_all(const Product& product) {
   const std::int64_t panels = (product.out_features + kColumns - 1) / kColumns;
-  const std::int64_t share = panels / (8 * pool::num_threads()) / 4 * 4;
-  const std::int64_t size = share > 4 ? share : 4;
   multiply_split<Format, Bytes>(
       product, [&](const Product& part, const Bytes* x, std::int64_t tiles) {
-        pool::run((panels + size - 1) / size, [&](std::int64_t unit) {
-          const std::int64_t end = (unit + 1) * size;
-          multiply_panels<Format>(part, x, tiles, unit * size, end < panels ? end : panels);
+        share_panels(panels, [&](std::int64_t first, std::int64_t end) {
+          multiply_panels<Format>(part, x, tiles, first, end);
         });
       });
 }

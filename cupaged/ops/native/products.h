@@ -174,12 +174,8 @@ template <class Format>
 void multiply_all(const Product& product) {
   const std::int64_t panels = (product.out_features + kColumns - 1) / kColumns;
   if (product.rows <= kMostRows) {
-    // Long enough for the memory to run ahead, and enough of them for the threads.
-    const std::int64_t share = panels / (8 * pool::num_threads()) / 4 * 4;
-    const std::int64_t size = share > 4 ? share : 4;
-    pool::run((panels + size - 1) / size, [&](std::int64_t unit) {
-      const std::int64_t end = (unit + 1) * size;
-      multiply_few<Format>(product, unit * size, end < panels ? end : panels);
+    share_panels(panels, [&](std::int64_t first, std::int64_t end) {
+      multiply_few<Format>(product, first, end);
     });
     return;
   }
