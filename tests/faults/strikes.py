@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from cupaged.server.wire import MAX_FRAME_BYTES, PROTOCOL_VERSION, encode_frame
 from cupaged.v1 import generation_pb2 as pb
 from cupaged.v1 import generation_pb2_grpc
+from tests.faults.held import HeldStreams
 from tests.faults.manners import AUTHORISED, IN_STREAM
 from tests.faults.server import FaultyServer
 from tests.faults.task import CLOSED, GONE, PATIENCE_S
@@ -65,6 +66,16 @@ class Signal(Strike):
         os.kill(pid, self.number)
         wait_until(lambda: not is_alive(pid))
         return Counter()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSignal(Signal):
+    """The same while streams are under way, however fast the engine is."""
+
+    def strike(self, server: FaultyServer) -> Counter[str]:
+        with HeldStreams(server) as held:
+            Signal.strike(self, server)
+        return held.outcomes
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +158,7 @@ class MemoryLimit(Strike):
 
 def _feed_engine(server: FaultyServer) -> Counter[str]:
     """A message that is too long for any memory, as from a front end; the engine ends it."""
-    with socket.socket(socket.AF_UNIX) as connection:
+    with HeldStreams(server) as held, socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(PATIENCE_S)
         connection.connect(str(server.engine_socket()))
         length = MAX_FRAME_BYTES.to_bytes(4, "little")
@@ -155,7 +166,7 @@ def _feed_engine(server: FaultyServer) -> Counter[str]:
             connection.sendall(encode_frame(["hello", PROTOCOL_VERSION, "the campaign"]) + length)
             connection.sendall(bytes(MAX_FRAME_BYTES - 1))
             raise AssertionError("the engine has taken what it has no memory for")
-    return Counter()
+    return held.outcomes
 
 
 def _feed_front_ends(server: FaultyServer) -> Counter[str]:
@@ -175,8 +186,8 @@ _FEED = {"engine": _feed_engine, "frontend": _feed_front_ends}
 
 STRIKES = (
     Strike("nothing"),
-    Signal("engine killed", _ENGINE_GONE),
-    Signal("engine ended", _ENGINE_GONE, number=signal.SIGTERM),
+    EngineSignal("engine killed", _ENGINE_GONE),
+    EngineSignal("engine ended", _ENGINE_GONE, number=signal.SIGTERM),
     Signal("front end killed", _CONNECTION_GONE, role="frontend"),
     Signal("front end ended", _CONNECTION_GONE, role="frontend", number=signal.SIGTERM),
     End("server ended", (*_SERVER_GONE, _NOT_TAKEN)),
