@@ -6,10 +6,8 @@ memory.
 
 from __future__ import annotations
 
-import signal
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +15,7 @@ from typing import Any, cast
 from cupaged.engine.engine import Engine, Prompt
 from cupaged.engine_args import EngineArgs
 from cupaged.errors import ChatTemplateError, EngineError, InvalidParameterError, PromptError
+from cupaged.interrupts import Uninterrupted
 from cupaged.loading.chat_template import ChatTemplate
 from cupaged.loading.template_choice import choose_template
 from cupaged.loading.tokenizer import Tokenizer
@@ -259,7 +258,7 @@ class LLM:
             )
         request_ids: list[str] = []
         try:
-            with _uninterrupted():
+            with Uninterrupted():
                 requests = zip(batch, params, priorities, caching, strict=True)
                 for prompt, param, rank, wanted in requests:
                     request_id = str(next(self._request_ids))
@@ -268,7 +267,7 @@ class LLM:
                     )
                     request_ids.append(request_id)
         except BaseException:
-            with _uninterrupted():
+            with Uninterrupted():
                 for request_id in request_ids:
                     self.engine.abort(request_id)
             raise
@@ -309,7 +308,7 @@ class LLM:
                         )
                 else:
                     try:
-                        with _uninterrupted():
+                        with Uninterrupted():
                             outputs = self.engine.step()
                     except EngineError as error:
                         self._num_failures, self._failure = self._num_failures + 1, error
@@ -318,36 +317,11 @@ class LLM:
                         if output.request_id in self._outputs:
                             self._outputs[output.request_id].append(output)
         finally:
-            with _uninterrupted():
+            with Uninterrupted():
                 for request_id in unfinished:
                     self.engine.abort(request_id)
                 for request_id in request_ids:
                     self._outputs.pop(request_id, None)
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is left, so that nothing in it is done by halves."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # the program has a handler of its own
-        return
-    came = False
-
-    def note(*_: object) -> None:
-        nonlocal came
-        came = True
-
-    try:
-        signal.signal(signal.SIGINT, note)
-    except ValueError:  # not the main thread, which alone is interrupted
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if came:
-            raise KeyboardInterrupt
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -19,6 +19,7 @@ from cupaged.client.requests import GenerateOptions, Messages, Prompt, StreamOpt
 from cupaged.client.retry import Attempts, RetryPolicy
 from cupaged.client.streams import CLOSED, cancellation, error_of
 from cupaged.client.sync_streams import CancelledOnExit, GenerationStream, Rpc, Watch
+from cupaged.interrupts import Uninterrupted
 from cupaged.v1 import generation_pb2 as pb
 
 _S = TypeVar("_S", bound=CancelledOnExit)
@@ -186,7 +187,8 @@ class Client(ClientSettings):
             live = list(self._live)
         for stream in live:
             stream.cancel()
-        self._channel.close()
+        with Uninterrupted():
+            self._channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -216,14 +218,16 @@ class Client(ClientSettings):
         method = self._channel.unary_unary(
             call.path, type(call.request).SerializeToString, call.answer.FromString
         )
-        future = self._begin(method.future, call, timeout_s, traceparent)
-        try:
-            return None, future.result()
-        except grpc.RpcError as error:
-            return error_of(error, call.request_id), None
-        except BaseException:  # above all Ctrl-C
-            future.cancel()
-            raise
+        with Uninterrupted() as uninterrupted:
+            future = self._begin(method.future, call, timeout_s, traceparent)
+            uninterrupted.ending(future.cancel)
+            try:
+                return None, future.result()
+            except grpc.RpcError as error:
+                return error_of(error, call.request_id), None
+            except BaseException:  # of a handler that the program has for its signals
+                future.cancel()
+                raise
 
     def _stream(
         self,
@@ -253,7 +257,9 @@ class Client(ClientSettings):
         method = self._channel.unary_stream(
             call.path, type(call.request).SerializeToString, call.answer.FromString
         )
-        rpc: Rpc[Any] = self._begin(method, call, timeout_s, traceparent)
+        with Uninterrupted() as uninterrupted:
+            rpc: Rpc[Any] = self._begin(method, call, timeout_s, traceparent)
+            uninterrupted.ending(rpc.cancel)
         return rpc
 
     def _begin(

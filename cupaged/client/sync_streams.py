@@ -12,6 +12,7 @@ from cupaged.client.answers import Delta, Event
 from cupaged.client.errors import ClientError
 from cupaged.client.retry import Attempts
 from cupaged.client.streams import StreamRecord, error_of
+from cupaged.interrupts import Uninterrupted
 from cupaged.v1 import generation_pb2 as pb
 
 T = TypeVar("T")
@@ -90,7 +91,8 @@ class GenerationStream(StreamRecord, CancelledOnExit):
         self.cancelled = True
         self._cancelled.set()
         if self._rpc is not None:
-            self._rpc.cancel()
+            with Uninterrupted():
+                self._rpc.cancel()
 
     def _read(self) -> None:
         """Take one message, or the end, or a failure and the wait after it."""
@@ -100,7 +102,10 @@ class GenerationStream(StreamRecord, CancelledOnExit):
                 self._rpc = self._begin(self.remaining_s())
                 if self.cancelled:  # by another thread, a moment ago
                     self._rpc.cancel()
-            self.take(next(self._rpc))
+            with Uninterrupted() as uninterrupted:
+                uninterrupted.ending(self.cancel)
+                message = next(self._rpc)
+            self.take(message)
         except StopIteration:
             self.end()
         except grpc.RpcError as error:
@@ -129,11 +134,15 @@ class Watch(CancelledOnExit, Generic[T]):
 
     def __next__(self) -> T:
         try:
-            return self._read(next(self._rpc))
+            with Uninterrupted() as uninterrupted:
+                uninterrupted.ending(self._rpc.cancel)
+                message = next(self._rpc)
+            return self._read(message)
         except grpc.RpcError as error:
             failure = error_of(error, self._request_id)
         raise failure
 
     def cancel(self) -> None:
         """End it; from any thread, any number of times."""
-        self._rpc.cancel()
+        with Uninterrupted():
+            self._rpc.cancel()

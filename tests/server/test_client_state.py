@@ -19,7 +19,7 @@ from tests.server.fake_service import WAIT_S, FakeServer, load
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 # A test run in the background ignores SIGINT, and so would what it starts.
-_INTERRUPTIBLE = """
+INTERRUPTIBLE = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.execvp(sys.argv[1], sys.argv[1:])
@@ -66,7 +66,7 @@ def test_health_is_an_exit_code(cupaged: Inline, server: FakeServer) -> None:
 def running(*arguments: str) -> subprocess.Popen[str]:
     """The command in a process, with its lines to be read as they come."""
     return subprocess.Popen(
-        [sys.executable, "-c", _INTERRUPTIBLE, *command("client", *arguments)], env=environment(),
+        [sys.executable, "-c", INTERRUPTIBLE, *command("client", *arguments)], env=environment(),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 

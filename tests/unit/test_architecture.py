@@ -19,7 +19,13 @@ CORE_PATH_LINES = 4850
 LAYERS = (
     ("cupaged._version", "cupaged.errors"),
     ("cupaged.v1",),
-    ("cupaged.json_values", "cupaged.sampling_params", "cupaged.outputs", "cupaged.resources"),
+    (
+        "cupaged.interrupts",
+        "cupaged.json_values",
+        "cupaged.sampling_params",
+        "cupaged.outputs",
+        "cupaged.resources",
+    ),
     ("cupaged.client",),
     ("cupaged.runtime.cache_folder",),
     ("cupaged.emulator",),
