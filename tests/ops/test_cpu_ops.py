@@ -6,8 +6,10 @@ sampling have files of their own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 from cupaged.engine.batch import GroupTables
 from cupaged.ops import KVCache, KVCacheSpec
 from cupaged.ops.numpy_ops import NumpyOps
+from cupaged.runtime.protocol import DeviceMemoryError
 from tests import reference
 from tests.ops.cpu_kernels import CPU_KERNELS, cpu_ops
 from tests.ops.test_attention import make_batch
@@ -59,6 +62,26 @@ def test_arrays_have_the_shapes_asked_for(ops: NumpyOps) -> None:
     assert cache.k.nbytes + cache.v.nbytes == 7 * spec.bytes_per_block
     vector = normal(0, 5)
     np.testing.assert_array_equal(ops.asarray(vector), vector)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_blocks_take_memory_when_they_are_first_written(ops: NumpyOps) -> None:
+    spec, layers = KVCacheSpec(0, 3, 64, 64, "float32", 16), 16
+    caches = [ops.empty_kv_cache(spec, 20_000) for _ in range(layers)]  # 236 MB of keys each
+    before = resident_bytes()
+    for cache in caches:
+        cache.k[10_000] = cache.v[10_000] = 1.0
+    pages = -(-spec.bytes_per_block // 4096) + 2
+    assert resident_bytes() - before < layers * pages * 4096 + 2**20
+
+
+def test_blocks_that_the_memory_does_not_hold(ops: NumpyOps) -> None:
+    for num_blocks in (2**40, 2**60):
+        with pytest.raises(DeviceMemoryError, match=rf"no memory for {num_blocks * 8 * 64 * 4} by"):
+            ops.empty_kv_cache(KVCacheSpec(0, 1, 64, 64, "float32", 8), num_blocks)
 
 
 @pytest.mark.parametrize("head_dim", [2, 16, 64, 80, 96, 128])
