@@ -92,13 +92,13 @@ def test_a_scale_of_q4_0_that_cannot_be_kept(scale: float) -> None:
 
 
 @pytest.mark.parametrize("stored", QUANTISED)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 7, 13, 64, 129])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 7, 13, 64, 129, 300])
 def test_products_of_kept_weights_are_those_of_float32(stored: str, rows: int) -> None:
     """Bit by bit where they are expanded, as near to the exact result where they are integers."""
     blocks = blocks_of(stored, 53, 9)
     kept = NativeOps("file").pack_weight(blocks, normal(1, 53))
     floats = NativeOps("float32").pack_weight(decoded(stored, blocks), normal(1, 53))
-    x = normal(2, 129, 9 * 32)
+    x = normal(2, 300, 9 * 32)
     result, expected = product(kept, x[:rows]), product(floats, x)[:rows]
     exact = reference.linear(x[:rows], decoded(stored, blocks), normal(1, 53))
     if native.instructions() in INTEGER_PRODUCTS:
@@ -152,13 +152,13 @@ def test_rows_of_every_size(stored: str) -> None:
     assert (np.abs(result[good] - exact) <= allowed + 2e-37).all()
 
 
-@pytest.mark.parametrize("in_features", [1, 31, 33, 257, 600])
+@pytest.mark.parametrize("in_features", [1, 31, 33, 257, 600, 1100])
 @pytest.mark.parametrize("out_features", [1, 15, 17, 200])
 def test_a_row_does_not_depend_on_its_company(out_features: int, in_features: int) -> None:
     weight = NativeOps("float32").pack_weight(normal(3, out_features, in_features))
-    x = normal(4, 150, in_features)
+    x = normal(4, 400, in_features)
     together = product(weight, x)
-    for first, count in ((0, 1), (7, 2), (60, 5), (3, 11), (100, 37), (20, 128)):
+    for first, count in ((0, 1), (7, 2), (60, 5), (3, 11), (100, 37), (20, 128), (30, 257)):
         part = slice(first, first + count)
         np.testing.assert_array_equal(product(weight, x[part]), together[part])
 

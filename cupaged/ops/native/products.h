@@ -8,8 +8,10 @@
 namespace KERNELS {
 
 constexpr int kTilePanels = kVectors == 1 ? 2 : 1;  // that are multiplied with many rows at once
-constexpr int kTile = 256 / kTilePanels;            // in_features of them, expanded at a time
-constexpr int kRowsAtOnce = 128;  // of x, that pass over a tile while it is in the nearest cache
+constexpr int kRowsAtOnce = 256;  // of x, that pass over a tile of those
+// In_features of a tile: for many rows as much as the second cache feeds, so that their sums are
+// seldom carried over; for fewer what the nearest one holds.
+constexpr int kTile = 1024 / kTilePanels, kNearTile = kTile / 4;
 
 // sums[p][r][c] += x[r][i] * weight[p][i][c] for `ROWS` rows of x and the columns of `PANELS` panels,
 // whose sums lie `sums_stride` floats apart.
@@ -148,9 +150,10 @@ void multiply_tiles(const Product& product, std::int64_t first_row, std::int64_t
   const std::int64_t stride = kExpands ? kTile * kColumns * sizeof(float) : panel_stride;
   const char* weights = product.packed + panel * panel_stride;
   const int parts = (rows + kMostRows - 1) / kMostRows;
-  for (std::int64_t i = 0; i < product.in_features; i += kTile) {
+  const int size = rows > kRowsAtOnce / 2 ? kTile : kNearTile;
+  for (std::int64_t i = 0; i < product.in_features; i += size) {
     const std::int64_t rest = product.in_features - i;
-    const int in_features = rest < kTile ? static_cast<int>(rest) : kTile;
+    const int in_features = rest < size ? static_cast<int>(rest) : size;
     const char* floats = weights + bytes_before<Format>(i);
     if (kExpands) {
       for (int p = 0; p < PANELS; ++p) {
