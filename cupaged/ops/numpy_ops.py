@@ -6,10 +6,7 @@ tokens, heads or sequences in Python. Scratch memory is kept from step to step a
 
 from __future__ import annotations
 
-import math
-import mmap
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +16,10 @@ from numpy.typing import NDArray
 from cupaged.engine.batch import Batch
 from cupaged.engine.sampling_batch import SamplingBatch
 from cupaged.ops import KVCache, KVCacheSpec, StepLimits
+from cupaged.ops.host_pages import empty_pages
 from cupaged.ops.numpy_attention import Scratch, attend
 from cupaged.ops.numpy_sampling import logprobs, sample
 from cupaged.ops.numpy_step import NumpyDownload, NumpyStep
-from cupaged.runtime.protocol import DeviceMemoryError
 
 FloatArray = NDArray[np.float32]
 
@@ -55,7 +52,7 @@ class NumpyOps:
             DeviceMemoryError: it has not so much.
         """
         shape = (num_blocks, spec.num_kv_heads, spec.block_size)
-        return KVCache(spec, _empty_pages((*shape, spec.k_dim)), _empty_pages((*shape, spec.v_dim)))
+        return KVCache(spec, empty_pages((*shape, spec.k_dim)), empty_pages((*shape, spec.v_dim)))
 
     def empty_host_cache(self, spec: KVCacheSpec, num_blocks: int) -> KVCache:
         """Blocks like all others: there is one memory."""
@@ -219,20 +216,3 @@ def _copy_blocks(
     for old, new in zip(sources, destinations, strict=True):
         new.k[destination] = old.k[source]
         new.v[destination] = old.v[source]
-
-
-def _empty_pages(shape: tuple[int, ...]) -> FloatArray:
-    """An array whose memory comes in the smallest pages that there are.
-
-    NumPy asks for huge pages. A new block would then take 2 MiB for keys and for values of every
-    layer, which are zeroed while a step waits: far more memory, and far more time, than it needs.
-    """
-    num_bytes = 4 * math.prod(shape)
-    try:
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError) as error:
-        raise DeviceMemoryError(f"cpu: no memory for {num_bytes} bytes: {error}") from None
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with suppress(OSError):  # a system without such pages
-            memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(memory, np.float32).reshape(shape)
