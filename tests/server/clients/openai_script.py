@@ -77,6 +77,11 @@ def refused(call: Callable[[], Any]) -> dict[str, Any]:
     return {"code": 200, "text": ""}
 
 
+def ready(asker: Asker) -> dict[str, Any]:
+    """Nothing but that the gateway answers."""
+    return {}
+
+
 def answers(asker: Asker) -> dict[str, Any]:
     """Requests that are served, and some that are not."""
     logprobs = asker.chat(logprobs=True, top_logprobs=2).choices[0].logprobs
@@ -123,5 +128,6 @@ def ending(asker: Asker) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    task = {"answers": answers, "overload": overload, "ending": ending}[sys.argv[2]]
+    tasks = {"ready": ready, "answers": answers, "overload": overload, "ending": ending}
+    task = tasks[sys.argv[2]]
     print(json.dumps(task(Asker(sys.argv[1], json.loads(sys.argv[3])))), flush=True)

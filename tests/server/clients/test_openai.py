@@ -151,6 +151,7 @@ def test_the_benchmark(python: Path, tiny_model: str, tmp_path: Path) -> None:
             result: dict[str, Any] = json.loads((tmp_path / "r").read_text())
             return result
 
+        server.ask("ready")  # the gateway knows the model before its tokenizer
         random = bench("openai", "--tokenizer", tiny_model, *made)
         assert (random["input_lens"], random["output_lens"]) == ([20] * 4, [9] * 4)
         # Part of a character is no text yet, and a late reader gets several tokens at once.
