@@ -19,7 +19,8 @@ from tests.server.watched_server import WatchedServer, total
 # that others are ended while they wait.
 NULL = ("--runner", "null", "--null-steps-per-s", "200", "--max-num-seqs", "24")
 QUEUE = ("--max-num-queued-reqs", "1000")
-MARGIN_MB = 12.0  # what a front end keeps depends on how many streams of a storm meet
+MARGIN_MB = 6.0
+LARGE_MARGIN_MB = 12.0  # what is kept depends on how many streams of a large storm meet
 BYSTANDER_TOKENS = 300
 
 
@@ -99,4 +100,4 @@ def test_storms_of_500_streams(server: WatchedServer) -> None:
         run_checked(server, seed=seed, **sizes)
         levels.append({name: server.resident_mb(name) for name in ("engine", "frontend-1")})
     for name in ("engine", "frontend-1"):
-        assert levels[-1][name] < levels[1][name] + MARGIN_MB, levels
+        assert levels[-1][name] < levels[1][name] + LARGE_MARGIN_MB, levels
